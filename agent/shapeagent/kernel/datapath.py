@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an attached interface's maps hold, and every write to them.
+
+One object per attachment. All switches go through the control word, one
+aligned u64: which half of lists and rules is in force, shadow, which lists
+have entries, generation and epoch (abi.h). Callers hold the interface's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import struct
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shapeagent.kernel import abi, bpf, lists
+from shapeagent.kernel.maps import (
+    CODE_SLOTS,
+    read_array,
+    read_percpu_u64,
+    reason_counts,
+    write_array,
+)
+from shapeagent.model.types import WhitelistEntry
+
+_LIST_FLAGS = lists.ALL_FLAGS
+_RULE_FLAGS = (
+    abi.SHP_F_RULE_MARK | abi.SHP_F_RULE_CGROUP | abi.SHP_F_RULE_DSCP | abi.SHP_F_DGRAM_LOOK
+)
+_GEN_MASK = (1 << abi.SHP_GEN_BITS) - 1
+_EPOCH_MASK = (1 << abi.SHP_EPOCH_BITS) - 1
+_COUNT_FIELDS = 8
+_CB = 48  # offset of cb[] in struct __sk_buff
+_CONTEXT_BYTES = 192
+_CONTEXT_MARK = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """The control word, taken apart."""
+
+    active_lists: int = 0
+    active_rules: int = 0
+    shadow: bool = False
+    list_flags: int = 0
+    rule_flags: int = 0
+    generation: int = 0
+    epoch: int = 0
+
+    def word(self) -> int:
+        """Return the u64 that the program reads."""
+        return (
+            self.active_lists
+            | self.active_rules << abi.SHP_F_ACTIVE_RULES_SHIFT
+            | (abi.SHP_F_SHADOW if self.shadow else 0)
+            | self.list_flags
+            | self.rule_flags
+            | (self.generation & _GEN_MASK) << abi.SHP_GEN_SHIFT
+            | (self.epoch & _EPOCH_MASK) << abi.SHP_EPOCH_SHIFT
+        )
+
+    @classmethod
+    def from_word(cls, word: int) -> Control:
+        """Take a control word apart."""
+        return cls(
+            active_lists=word & abi.SHP_F_ACTIVE,
+            active_rules=word >> abi.SHP_F_ACTIVE_RULES_SHIFT & 1,
+            shadow=bool(word & abi.SHP_F_SHADOW),
+            list_flags=word & _LIST_FLAGS,
+            rule_flags=word & _RULE_FLAGS,
+            generation=word >> abi.SHP_GEN_SHIFT & _GEN_MASK,
+            epoch=word >> abi.SHP_EPOCH_SHIFT & _EPOCH_MASK,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RuleWrite:
+    """Rules in the form in which the maps take them.
+
+    ports: 2 × 65,536 × 4 u16, as `struct shp_port_rules[2 * 65536]`.
+    fields: (direction, slot) → rule number.
+    marks: (value, mask, rule, directions), at most 8.
+    cgroups: (cgroup id, rule, directions).
+    rules: (rule number, class number, code).
+    """
+
+    ports: array[int]
+    fields: Mapping[tuple[int, int], int]
+    marks: Sequence[tuple[int, int, int, int]]
+    cgroups: Sequence[tuple[int, int, int]]
+    rules: Sequence[tuple[int, int, int]]
+    flags: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClassCount:
+    """Counters of one class in one direction, summed over CPUs."""
+
+    packets: int
+    wire_bytes: int
+    drops: int
+    drop_wire_bytes: int
+    ce_marks: int
+    no_socket: int
+    over_segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the explaining program says about one packet."""
+
+    class_number: int
+    code: int
+    note: int
+    ref: int
+    priority: int
+    mark: int
+
+
+class Datapath:
+    """The maps of one attachment, open in this process."""
+
+    def __init__(self, maps: Mapping[str, int], possible_cpus: int) -> None:
+        self.maps = maps
+        self._cpus = possible_cpus
+
+    # --- control word
+
+    def read_control(self) -> Control:
+        """Return the control word in force."""
+        raw = bpf.lookup(self.maps["ctl"], bytes(4), 8)
+        return Control.from_word(int.from_bytes(raw or bytes(8), "little"))
+
+    def write_control(self, control: Control) -> None:
+        """Put a control word in force; the next packet sees it."""
+        bpf.update(self.maps["ctl"], bytes(4), struct.pack("=Q", control.word()))
+
+    # --- configuration and classes
+
+    def write_config(self, config: abi.Config) -> None:
+        """Write the configuration of the interface."""
+        write_array(self.maps["config"], 0, config)
+
+    def read_config(self) -> abi.Config:
+        """Return the configuration of the interface."""
+        found = read_array(self.maps["config"], 0, abi.Config)
+        assert isinstance(found, abi.Config)
+        return found
+
+    def write_class(self, direction: int, number: int, value: abi.Class) -> None:
+        """Write one class of one direction (0 egress, 1 ingress)."""
+        write_array(self.maps["classes"], direction * abi.SHP_MAX_CLASSES + number, value)
+
+    def read_class(self, direction: int, number: int) -> abi.Class:
+        """Return one class of one direction as the program sees it."""
+        slot = direction * abi.SHP_MAX_CLASSES + number
+        found = read_array(self.maps["classes"], slot, abi.Class)
+        assert isinstance(found, abi.Class)
+        return found
+
+    # --- rules and lists
+
+    def replace_rules(self, wanted: RuleWrite) -> None:
+        """Put another rule set in force, by one write of the control word."""
+        control = self.read_control()
+        half = 1 - control.active_rules
+        self._fill_rules(wanted, half)
+        self.write_control(
+            dataclasses.replace(
+                control,
+                active_rules=half,
+                rule_flags=wanted.flags,
+                generation=control.generation + 1,
+            )
+        )
+        self._drop_cgroups(control.active_rules)
+
+    def _fill_rules(self, wanted: RuleWrite, half: int) -> None:
+        _write_slots(self.maps["ports"], half * 2 * 65536, wanted.ports.tobytes(), 8)
+        fields = array("I", bytes(4 * 2 * abi.SHP_FIELD_SLOTS))
+        for (direction, slot), rule in wanted.fields.items():
+            fields[direction * abi.SHP_FIELD_SLOTS + slot] = rule
+        _write_slots(self.maps["fields"], half * 2 * abi.SHP_FIELD_SLOTS, fields.tobytes(), 4)
+        marks = bytearray(16 * abi.SHP_MAX_MARKS)
+        for number, mark in enumerate(wanted.marks):
+            struct.pack_into("=4I", marks, 16 * number, *mark)
+        _write_slots(self.maps["marks"], half * abi.SHP_MAX_MARKS, bytes(marks), 16)
+        table = bytearray(8 * abi.SHP_MAX_RULES)
+        for rule, class_number, code in wanted.rules:
+            struct.pack_into("=BB", table, 8 * rule, class_number, code)
+        _write_slots(self.maps["rules"], half * abi.SHP_MAX_RULES, bytes(table), 8)
+        self._drop_cgroups(half)
+        for cgroup, rule, directions in wanted.cgroups:
+            key = struct.pack("=QII", cgroup, half, 0)
+            bpf.update(self.maps["cgroups"], key, struct.pack("=II", rule, directions))
+
+    def _drop_cgroups(self, half: int) -> None:
+        fd = self.maps["cgroups"]
+        keys = [key for key, _ in bpf.iterate(fd, 16, 8)]
+        for key in keys:
+            if struct.unpack_from("=QI", key)[1] == half:
+                bpf.delete(fd, key)
+
+    def replace_lists(self, tables: lists.ListTables) -> None:
+        """Put another whitelist in force: old or new for each packet, never a mix."""
+        control = self.read_control()
+        half = 1 - control.active_lists
+        filled = [key for key, table in tables.tables.items() if table]
+        try:
+            lists.fill_half(self.maps, tables, half)
+        except BaseException:
+            lists.clear_half(self.maps, filled, half)
+            raise
+        self.write_control(
+            dataclasses.replace(
+                control,
+                active_lists=half,
+                list_flags=tables.flags,
+                generation=control.generation + 1,
+            )
+        )
+        lists.clear_half(self.maps, self._lists_in(control.list_flags), control.active_lists)
+
+    @staticmethod
+    def _lists_in(flags: int) -> list[tuple[str, int]]:
+        found = {
+            (kind, half if kind.startswith("lpm") else 0)
+            for (kind, half), flag in lists._FLAGS.items()
+            if flags & flag
+        }
+        return sorted(found)
+
+    def add_entry(self, entry: WhitelistEntry, number: int, expires_jiffies: int) -> None:
+        """Add or change one entry in place.
+
+        Raises:
+            FailedError: "map-full": replace the list instead; nothing changed.
+        """
+        control = self.read_control()
+        flags, is_prefix = lists.add_in_place(
+            self.maps, entry, control.active_lists, number, expires_jiffies
+        )
+        self._bump(control, is_prefix, flags)
+
+    def remove_entry(self, entry: WhitelistEntry) -> None:
+        """Remove one entry in place."""
+        control = self.read_control()
+        self._bump(control, lists.remove_in_place(self.maps, entry, control.active_lists), 0)
+
+    def _bump(self, control: Control, is_prefix: bool, flags: int) -> None:
+        self.write_control(
+            dataclasses.replace(
+                control,
+                list_flags=control.list_flags | flags,
+                generation=control.generation + is_prefix,
+                epoch=control.epoch + (not is_prefix),
+            )
+        )
+
+    # --- counters
+
+    def count(self, direction: int, number: int) -> ClassCount:
+        """Return the counters of one class in one direction."""
+        slot = direction * abi.SHP_MAX_CLASSES + number
+        values = read_percpu_u64(self.maps["counts"], slot, _COUNT_FIELDS, self._cpus)
+        return ClassCount(*values[:7])
+
+    def reasons(self, direction: int) -> dict[str, int]:
+        """Return code name → packets in one direction."""
+        return reason_counts(self.maps["reasons"], direction, self._cpus)
+
+    # --- explain
+
+    def explain(self, program_fd: int, frame: bytes, *, mark: int = 0) -> Answer:
+        """Ask the loaded program about one frame; nothing is counted or cached.
+
+        Raises:
+            OSError: the kernel does not take such a frame in a test run.
+        """
+        context = bytearray(_CONTEXT_BYTES)
+        struct.pack_into("=I", context, _CONTEXT_MARK, mark)
+        run = bpf.run_program(program_fd, frame, context=bytes(context))
+        class_number, code, ref, priority, written = struct.unpack_from("=5I", run.context, _CB)
+        return Answer(class_number, code & 0xFF, code >> 8, ref, priority, written)
+
+
+def _write_slots(fd: int, first: int, values: bytes, value_bytes: int) -> None:
+    count = len(values) // value_bytes
+    keys = array("I", range(first, first + count)).tobytes()
+    bpf.update_batch(fd, keys, values, count, key_bytes=4, value_bytes=value_bytes)
+
+
+def empty_rules() -> RuleWrite:
+    """Return a rule set without rules."""
+    return RuleWrite(array("H", bytes(2 * 2 * 65536 * 4)), {}, (), (), (), 0)
+
+
+def close(maps: Iterable[int]) -> None:
+    """Close map descriptors."""
+    bpf.close_all(list(maps))
+
+
+assert ctypes.sizeof(abi.Count) == 8 * _COUNT_FIELDS
+assert ctypes.sizeof(abi.PortRules) == 8
+assert CODE_SLOTS == 64

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our maps: shapes, making and pinning, opening what is pinned.
+
+Made by us and not by BCC, so that their sizes are known before anything is
+compiled and an existing pin of another shape is noticed (BCC takes it
+silently). Pins lie in a folder of mode 0700, since a bpffs is often 1777.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shapeagent.kernel import abi, bpf
+from shapeagent.kernel.bpf import MapShape, MapType
+from shapeagent.model.codes import Code
+from shapeagent.model.errors import ConflictError
+
+FLOW_ENTRIES = 131_072  # 11 MB for IPv4 (bpf-facts 3)
+MOVED_ENTRIES = 16_384
+FRAG_ENTRIES = 8_192
+BUDGET_ENTRIES = 65_536
+MANUAL_ENTRIES = 65_536
+CGROUP_ENTRIES = 1_024
+CODE_SLOTS = 64
+
+_U32 = 4
+_U64 = 8
+
+
+def _size(struct: type[ctypes.Structure]) -> int:
+    return ctypes.sizeof(struct)
+
+
+@dataclass(frozen=True, slots=True)
+class ListKind:
+    """One kind of whitelist: an array of maps and the shape of what it holds."""
+
+    name: str
+    inner_type: MapType
+    key_bytes: int
+    value_bytes: int
+    slots: int
+
+    def inner_shape(self, entries: int) -> MapShape:
+        """Return the shape of an inner map for so many entries."""
+        return MapShape(
+            self.inner_type, self.key_bytes, self.value_bytes, max(1, entries), bpf.F_NO_PREALLOC
+        )
+
+
+_LISTED = _size(abi.Listed)
+LIST_KINDS: Mapping[str, ListKind] = {
+    kind.name: kind
+    for kind in (
+        ListKind("hosts4", MapType.HASH, _size(abi.Host4), _size(abi.Host), 2),
+        ListKind("hosts6", MapType.HASH, _size(abi.Host6), _size(abi.Host), 2),
+        ListKind("pairs4", MapType.HASH, _size(abi.Pair4), _LISTED, 2),
+        ListKind("pairs6", MapType.HASH, _size(abi.Pair6), _LISTED, 2),
+        ListKind("lpm4", MapType.LPM_TRIE, _size(abi.Lpm4), _LISTED, 4),
+        ListKind("lpm6", MapType.LPM_TRIE, _size(abi.Lpm6), _LISTED, 4),
+    )
+}
+
+
+def _array(value_bytes: int, entries: int, kind: MapType = MapType.ARRAY) -> MapShape:
+    return MapShape(kind, _U32, value_bytes, entries, 0)
+
+
+def _lru(key: type[ctypes.Structure], value: type[ctypes.Structure], entries: int) -> MapShape:
+    return MapShape(MapType.LRU_HASH, _size(key), _size(value), entries, 0)
+
+
+SHAPES: Mapping[str, MapShape] = {
+    "ctl": _array(_U64, 1),
+    "config": _array(_size(abi.Config), 1),
+    "classes": _array(_size(abi.Class), 2 * abi.SHP_MAX_CLASSES),
+    "meters": _array(_size(abi.Meter), 2 * abi.SHP_MAX_CLASSES),
+    "rules": _array(_size(abi.Rule), 2 * abi.SHP_MAX_RULES),
+    "ports": _array(_size(abi.PortRules), 4 * 65536),
+    "fields": _array(_U32, 4 * abi.SHP_FIELD_SLOTS),
+    "marks": _array(_size(abi.MarkRule), 2 * abi.SHP_MAX_MARKS),
+    "cgroups": MapShape(
+        MapType.HASH,
+        _size(abi.CgroupKey),
+        _size(abi.CgroupRule),
+        CGROUP_ENTRIES,
+        bpf.F_NO_PREALLOC,
+    ),
+    "flows4": _lru(abi.Flow4Key, abi.Flow, FLOW_ENTRIES),
+    "flows6": _lru(abi.Flow6Key, abi.Flow, FLOW_ENTRIES),
+    "moved4": _lru(abi.Flow4Key, abi.Moved, MOVED_ENTRIES),
+    "moved6": _lru(abi.Flow6Key, abi.Moved, MOVED_ENTRIES),
+    "frags": _lru(abi.FragKey, abi.Flow, FRAG_ENTRIES),
+    "budgets": _lru(abi.Source, abi.Budget, BUDGET_ENTRIES),
+    "manual": MapShape(
+        MapType.HASH,
+        _size(abi.ManualKey),
+        _size(abi.Manual),
+        MANUAL_ENTRIES,
+        bpf.F_NO_PREALLOC,
+    ),
+    "counts": _array(_size(abi.Count), 2 * abi.SHP_MAX_CLASSES, MapType.PERCPU_ARRAY),
+    "reasons": _array(_U64, 2 * CODE_SLOTS, MapType.PERCPU_ARRAY),
+    "inserts": _array(_size(abi.Inserts), 1, MapType.PERCPU_ARRAY),
+    "scratch": _array(_size(abi.Scratch), 2, MapType.PERCPU_ARRAY),
+    **{
+        kind.name: MapShape(MapType.ARRAY_OF_MAPS, _U32, _U32, kind.slots, 0)
+        for kind in LIST_KINDS.values()
+    },
+}
+
+
+def create_pinned(folder: Path) -> dict[str, int]:
+    """Make and pin every map in `folder`. Returns name → descriptor.
+
+    The arrays of maps come back with an empty list in each slot.
+
+    Effects: `folder` exists, 0700, with one pin per map.
+    Undo: `remove_pins(folder)`.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    maps: dict[str, int] = {}
+    try:
+        for name, shape in SHAPES.items():
+            maps[name] = (
+                _create_outer(LIST_KINDS[name]) if name in LIST_KINDS else _create(name, shape)
+            )
+            bpf.pin(maps[name], str(folder / name))
+    except BaseException:
+        bpf.close_all(list(maps.values()))
+        remove_pins(folder)
+        raise
+    return maps
+
+
+def _create(name: str, shape: MapShape) -> int:
+    return bpf.create_map(name, shape)
+
+
+def _create_outer(kind: ListKind) -> int:
+    inner = bpf.create_map(f"{kind.name}_empty", kind.inner_shape(1))
+    try:
+        outer = bpf.create_map(kind.name, SHAPES[kind.name], inner_fd=inner)
+        for slot in range(kind.slots):
+            bpf.update(outer, slot.to_bytes(4, "little"), inner.to_bytes(4, "little"))
+        return outer
+    finally:
+        os.close(inner)
+
+
+def open_pinned(folder: Path) -> dict[str, int]:
+    """Open every map pinned in `folder`.
+
+    Raises:
+        FileNotFoundError: a pin is missing.
+        ConflictError: "pin-differs", a map has another shape: another version
+            of shapectl made it.
+    """
+    maps: dict[str, int] = {}
+    try:
+        for name, want in SHAPES.items():
+            maps[name] = bpf.get_pinned(str(folder / name))
+            got = bpf.map_shape(maps[name])
+            if got != want:
+                raise ConflictError(
+                    "pin-differs",
+                    f"{folder / name}: got {got}, want {want}.",
+                    hint="detach with the version that attached, or remove the pins by hand",
+                )
+    except BaseException:
+        bpf.close_all(list(maps.values()))
+        raise
+    return maps
+
+
+def remove_pins(folder: Path) -> int:
+    """Remove a pin folder and what is in it. Returns how many pins went."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return 0
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    folder.rmdir()
+    return len(names)
+
+
+def read_array(fd: int, index: int, struct: type[ctypes.Structure]) -> ctypes.Structure:
+    """Return one element of an array map as its structure."""
+    raw = bpf.lookup(fd, index.to_bytes(4, "little"), _size(struct))
+    if raw is None:
+        raise IndexError(index)
+    return struct.from_buffer_copy(raw)
+
+
+def write_array(fd: int, index: int, value: ctypes.Structure | bytes) -> None:
+    """Write one element of an array map."""
+    bpf.update(fd, index.to_bytes(4, "little"), bytes(value))
+
+
+def read_percpu_u64(fd: int, index: int, fields: int, cpus: int) -> list[int]:
+    """Return `fields` u64 counters of one per-CPU array element, summed over all CPUs.
+
+    Buffers are sized by possible CPUs, ids with holes included.
+    """
+    raw = bpf.lookup(fd, index.to_bytes(4, "little"), 8 * fields * cpus)
+    if raw is None:
+        raise IndexError(index)
+    values = memoryview(raw).cast("Q")
+    return [sum(values[field::fields]) for field in range(fields)]
+
+
+def reason_counts(fd: int, direction: int, cpus: int) -> dict[str, int]:
+    """Return code name → packets of one direction, zeroes left out."""
+    found = {}
+    for code in Code:
+        packets = read_percpu_u64(fd, direction * CODE_SLOTS + code.value, 1, cpus)[0]
+        if packets:
+            found[code.label] = packets
+    return found

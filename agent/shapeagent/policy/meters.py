@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers for the token buckets that the kernel program keeps (GCRA, bpf-facts §2.4).
+
+A bucket is one time: when the traffic so far would have left at the rate.
+How far that lies ahead of now is its virtual queue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shapeagent.model.types import Budget
+
+COST_SHIFT = 20  # SHP_COST_SHIFT in bpf/abi.h; a test compares both
+
+# One segmentation-offload packet of 64 KB with its headers repeated on the
+# wire: 45 frames of 1,538 B. A bucket that holds less never lets it pass.
+LARGEST_SEGMENT_WIRE_BYTES = 69_210
+# A policer keeps no queue, so what it tolerates is all that TCP has to work
+# with: a few milliseconds, and room for one packet to come while one leaves.
+DROP_QUEUE_NS = 5_000_000
+SEGMENTS_IN_QUEUE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MeterPlan:
+    """A ceiling as the kernel program meters it."""
+
+    cost: int  # ns per wire byte << COST_SHIFT
+    ce_ns: int  # virtual queue beyond which ECN-capable packets are marked CE
+    drop_ns: int  # virtual queue beyond which packets are dropped
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPlan:
+    """What one source may send in a class, as the kernel program meters it."""
+
+    cost: int  # ns per wire byte << COST_SHIFT
+    burst_ns: int
+
+
+def cost_of(rate_bits_per_s: int) -> int:
+    """Return the nanoseconds that one byte takes at the rate, shifted left by COST_SHIFT.
+
+    Exact to 0.003 % up to 400 Gbit/s. At 1 kbit/s a 64 KB packet still fits a u64.
+    """
+    if rate_bits_per_s <= 0:
+        raise ValueError(f"rate must be positive, got {rate_bits_per_s} bit/s")
+    return max(1, ((8_000_000_000 << COST_SHIFT) + rate_bits_per_s // 2) // rate_bits_per_s)
+
+
+def meter_for(
+    rate_bits_per_s: int, largest_segment_wire_bytes: int = LARGEST_SEGMENT_WIRE_BYTES
+) -> MeterPlan:
+    """Return the meter of a ceiling: CE at half of the virtual queue that drops.
+
+    Args:
+        rate_bits_per_s: the ceiling, wire bits.
+        largest_segment_wire_bytes: of one packet before segmentation; less
+            than a 64 KB packet is not believed, since forwarded packets
+            ignore the device's segment limit.
+    """
+    segment_bytes = max(largest_segment_wire_bytes, LARGEST_SEGMENT_WIRE_BYTES)
+    segment_ns = -(-segment_bytes * 8_000_000_000 // rate_bits_per_s)
+    drop_ns = max(DROP_QUEUE_NS, SEGMENTS_IN_QUEUE * segment_ns)
+    return MeterPlan(cost=cost_of(rate_bits_per_s), ce_ns=drop_ns // 2, drop_ns=drop_ns)
+
+
+def budget_for(budget: Budget, tick_ns: int) -> BudgetPlan:
+    """Return the meter of a source's budget.
+
+    The kernel program reads jiffies for it (a real clock costs 30 ns), so the
+    burst has two ticks of slack: within one tick time stands still, and a
+    steady sender at the rate must not overflow.
+    """
+    burst_ns = -(-budget.burst_bytes * 8_000_000_000 // budget.rate_bits_per_s)
+    return BudgetPlan(cost=cost_of(budget.rate_bits_per_s), burst_ns=burst_ns + 2 * tick_ns)

@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attach, step by step, with an undo for each step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shapeagent.kernel import bpf, filters, link, maps, qdisc, routes
+from shapeagent.kernel.cgroup import CgroupRef, resolve_cgroup
+from shapeagent.kernel.clock import JiffiesClock
+from shapeagent.kernel.compile import Image, LoadedProgram, find_image, load_image, read_source
+from shapeagent.kernel.datapath import Datapath
+from shapeagent.kernel.probe import ensure_bpffs
+from shapeagent.kernel.rtnl import Rtnl
+from shapeagent.model.errors import ConflictError, FailedError, InputError, ShapeError
+from shapeagent.model.reports import AttachReport, AttachRequest
+from shapeagent.model.types import Direction, IngressMode, Policy, Profile
+from shapeagent.policy.rules import compile_rules
+from shapeagent.service.ceilings import ceiling_states, class_words, initial_ceilings, tree_of
+from shapeagent.service.describing import interface_status, other_programs
+from shapeagent.service.detaching import restore_gso
+from shapeagent.service.planning import Wanted, make_plan
+from shapeagent.service.records import config_record, rule_write
+from shapeagent.service.state import AttachState, StateDir
+
+if TYPE_CHECKING:
+    from shapeagent.service.engine import Engine
+
+_FILTER_PROGRAMS = {Direction.EGRESS: "shp_egress", Direction.INGRESS: "shp_ingress"}
+
+
+class _Undo:
+    """The steps taken back, last first, when something fails."""
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], object]] = []
+
+    def add(self, step: Callable[[], object]) -> None:
+        self._steps.append(step)
+
+    def run(self) -> list[str]:
+        """Undo everything; returns what could not be undone."""
+        failed = []
+        for step in reversed(self._steps):
+            try:
+                step()
+            except (ShapeError, OSError) as error:
+                failed.append(str(error))
+        self._steps.clear()
+        return failed
+
+
+def attach(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> AttachReport:
+    """Attach a device; see Engine.attach."""
+    started = time.monotonic()
+    wanted = make_plan(engine, rtnl, request)
+    key = engine.key_of(rtnl, wanted.device.index)
+    store = StateDir(engine.run_dir, key)
+    state = store.read()
+    if state is not None:
+        return _attach_again(engine, rtnl, store, state, wanted, started)
+    engine.progress("compiling the classifier")
+    image, compiled = find_image()
+    undo = _Undo()
+    try:
+        state = _build(engine, rtnl, store, wanted, image, undo)
+    except BaseException as error:
+        left = undo.run()
+        if left and isinstance(error, ShapeError):
+            raise FailedError(
+                error.reference,
+                f"{error.message} Not all of it could be undone: {'; '.join(left)}.",
+                hint=error.hint,
+                details=error.details,
+            ) from error
+        raise
+    return AttachReport(
+        plan=wanted.report,
+        changed=True,
+        compiled=compiled,
+        compile_s=round(image.compile_s if compiled else 0.0, 4),
+        total_s=round(time.monotonic() - started, 4),
+        verified_instructions=dict(state.verified),
+        source_digest=state.source_digest,
+    )
+
+
+def _initial_state(engine: Engine, wanted: Wanted, image: Image) -> AttachState:
+    return AttachState(
+        device=wanted.device.name,
+        index=wanted.device.index,
+        netns=engine.netns,
+        complete=False,
+        profile=wanted.profile.value,
+        profile_reason=wanted.profile_reason,
+        ingress=wanted.ingress.value,
+        shadow=wanted.policy.shadow,
+        link_rate_bits_per_s=wanted.link_rate_bits_per_s,
+        link_rate_source=wanted.link_rate_source,
+        segment_limit_bytes=wanted.segment_limit_bytes,
+        policy_source=wanted.policy.source,
+        policy_digest=wanted.policy.digest,
+        source_digest=image.digest,
+        request=dataclasses.asdict(wanted.request),
+        facts=wanted.device,
+        kernel=wanted.kernel,
+        attached_unix_s=time.time(),
+        gso_before=wanted.gso_before if wanted.gso_wanted != wanted.gso_before else None,
+        ceilings=initial_ceilings(wanted.policy, wanted.link_rate_bits_per_s),
+    )
+
+
+def _build(
+    engine: Engine, rtnl: Rtnl, store: StateDir, wanted: Wanted, image: Image, undo: _Undo
+) -> AttachState:
+    """Do every step; each leaves its undo behind before the next begins."""
+    state = _initial_state(engine, wanted, image)
+    pins = engine.bpffs_dir / store.folder.name
+    undo.add(store.remove)
+    store.write_policy(wanted.policy.text)
+    store.write(state)
+
+    engine.progress("making the maps and loading the programs")
+    ensure_bpffs()
+    maps.remove_pins(pins)  # an attach that was killed before it had a filter
+    undo.add(lambda: maps.remove_pins(pins))
+    opened = maps.create_pinned(pins)
+    programs: dict[str, LoadedProgram] = {}
+    try:
+        programs = load_image(image, opened)
+        for name, program in programs.items():
+            bpf.pin(program.fd, str(pins / name))
+        state = dataclasses.replace(
+            state,
+            program_ids={name: program.id for name, program in programs.items()},
+            verified={name: one.verified_instructions for name, one in programs.items()},
+        )
+        store.write(state)
+        state = _change_device(engine, rtnl, store, state, wanted, undo)
+        datapath = Datapath(opened, wanted.kernel.possible_cpus)
+        state = _fill(datapath, state, wanted)
+        engine.progress("adding the filters")
+        state = _add_filters(rtnl, store, state, programs, undo)
+    finally:
+        bpf.close_all([*opened.values(), *(program.fd for program in programs.values())])
+    _reroute(engine, rtnl, store, state, wanted.request.reroute_ipv6)
+    _read_back(rtnl, state, wanted)
+    state = dataclasses.replace(state, complete=True)
+    store.write(state)
+    return state
+
+
+def _change_device(
+    engine: Engine,
+    rtnl: Rtnl,
+    store: StateDir,
+    state: AttachState,
+    wanted: Wanted,
+    undo: _Undo,
+) -> AttachState:
+    """Segment limit, egress tree, IFB with its tree."""
+    index = wanted.device.index
+    if wanted.gso_wanted != wanted.gso_before:
+        undo.add(lambda: restore_gso(engine, rtnl, index, wanted.gso_before))
+        link.set_gso(rtnl, index, wanted.gso_wanted)
+        state = dataclasses.replace(state, gso_set=link.read_gso(rtnl, index))
+        store.write(state)
+    if wanted.egress_tree is not None:
+        tree = wanted.egress_tree
+        engine.progress(f"building the {wanted.profile.value} tree")
+        undo.add(lambda: qdisc.delete_root(rtnl, index, tree))
+        qdisc.apply_tree(rtnl, index, tree)
+    if wanted.enforcement.ingress_tree is not None:
+        state = _make_ifb(rtnl, store, state, wanted, undo)
+    return state
+
+
+def _make_ifb(
+    rtnl: Rtnl, store: StateDir, state: AttachState, wanted: Wanted, undo: _Undo
+) -> AttachState:
+    ifb = link.create_ifb(rtnl, wanted.device.name)
+    undo.add(lambda: link.delete_ifb(rtnl, ifb.index))
+    state = dataclasses.replace(state, ifb=ifb.name, ifb_index=ifb.index)
+    store.write(state)
+    tree = tree_of(wanted.policy, state, Direction.INGRESS)
+    if tree is not None:
+        qdisc.apply_tree(rtnl, ifb.index, tree)
+    link.set_up(rtnl, ifb.index)
+    return state
+
+
+def _resolve(path: str) -> CgroupRef | None:
+    try:
+        return resolve_cgroup(path)
+    except InputError:
+        return None
+
+
+def _fill(datapath: Datapath, state: AttachState, wanted: Wanted) -> AttachState:
+    """Write rules, classes and configuration into maps that nobody reads yet."""
+    write, levels, missing = rule_write(compile_rules(wanted.policy), _resolve)
+    datapath.write_control(dataclasses.replace(datapath.read_control(), shadow=state.shadow))
+    datapath.replace_rules(write)
+    write_classes(datapath, wanted.policy, state)
+    datapath.write_config(
+        config_record(
+            wanted.policy,
+            wanted.device,
+            wanted.kernel,
+            profile=wanted.profile,
+            ingress=wanted.ingress,
+            segment_limit_bytes=wanted.segment_limit_bytes,
+            cgroup_levels=levels,
+            ifb_index=state.ifb_index,
+            ifb_lease_jiffies=_ifb_lease(state, wanted.request.ingress_lease_s),
+        )
+    )
+    return dataclasses.replace(state, missing_cgroups=missing)
+
+
+def write_classes(datapath: Datapath, policy: Policy, state: AttachState) -> None:
+    """Write the record of every class in both directions."""
+    for direction in Direction:
+        ceilings = ceiling_states(state, direction)
+        for one in policy.classes:
+            record = class_words(policy, state, direction, one.name, ceilings)
+            datapath.write_class(direction.number, one.number, record)
+
+
+def _ifb_lease(state: AttachState, lease_s: float) -> int:
+    if not state.ifb_index:
+        return 0
+    with contextlib.closing(JiffiesClock()) as clock:
+        return clock.read() + max(1, round(lease_s * 1e9 / state.kernel.jiffy_ns))
+
+
+def _add_filters(
+    rtnl: Rtnl,
+    store: StateDir,
+    state: AttachState,
+    programs: dict[str, LoadedProgram],
+    undo: _Undo,
+) -> AttachState:
+    index = state.index
+    ids = tuple(state.program_ids.values())
+    created = filters.ensure_clsact(rtnl, index)
+    netns = state.netns
+    undo.add(
+        lambda: filters.remove_clsact_if_empty(
+            rtnl,
+            index,
+            created_by_us=created,
+            has_other_programs=other_programs(netns, index),
+        )
+    )
+    state = dataclasses.replace(state, clsact_created=created)
+    store.write(state)
+    for direction, name in _FILTER_PROGRAMS.items():
+        undo.add(
+            lambda direction=direction: filters.del_filter(  # type: ignore[misc]
+                rtnl, index, direction, our_program_ids=ids
+            )
+        )
+        filters.add_filter(rtnl, index, direction, programs[name].fd, name)
+    return state
+
+
+def _reroute(
+    engine: Engine, rtnl: Rtnl, store: StateDir, state: AttachState, with_ipv6: bool
+) -> None:
+    """Make living flows take up the segment limit that now holds (bpf-facts 2.10)."""
+    if state.gso_before is not None:
+        routes.reroute_ipv4(engine.netns)
+    if with_ipv6:
+        found = routes.plan_ipv6_routes(rtnl, state.index)
+        store.write(dataclasses.replace(state, ipv6_routes=tuple(route.address for route in found)))
+        routes.reroute_ipv6(rtnl, found)
+        store.write(state)
+
+
+def _read_back(rtnl: Rtnl, state: AttachState, wanted: Wanted) -> None:
+    if wanted.egress_tree is not None:
+        qdisc.read_back(rtnl, state.index, wanted.egress_tree)
+    for direction, name in _FILTER_PROGRAMS.items():
+        found = filters.find_ours(filters.list_filters(rtnl, state.index, direction))
+        if found is None or found.program_id != state.program_ids[name]:
+            raise FailedError(
+                "readback-differs",
+                f"The {direction.value} filter of {state.device} is {found}, not program "
+                f"{state.program_ids[name]}.",
+            )
+
+
+def _attach_again(
+    engine: Engine,
+    rtnl: Rtnl,
+    store: StateDir,
+    state: AttachState,
+    wanted: Wanted,
+    started: float,
+) -> AttachReport:
+    """Attached already: renew, take up a changed policy in place, or refuse."""
+    from shapeagent.service.engine import Attached
+
+    if not state.complete:
+        raise ConflictError(
+            "attach-unfinished",
+            f"An attach of {state.device} did not end.",
+            hint=f"shapectl detach {state.device}, then attach again",
+        )
+    _refuse_other_shape(state, wanted)
+    attached = Attached(engine, rtnl, store, state, store.folder.name)
+    try:
+        problems = interface_status(attached, engine.netns).problems
+        if problems:
+            raise ConflictError(
+                "attachment-damaged",
+                f"{state.device} is attached, but not as it was left.",
+                details=problems,
+                hint=f"shapectl detach {state.device}, then attach again",
+            )
+        changed = state.policy_digest != wanted.policy.digest
+        if changed:
+            _take_up_policy(attached, wanted)
+        if state.ifb_index:
+            config = attached.datapath.read_config()
+            config.ifb_lease_jiffies = _ifb_lease(state, wanted.request.ingress_lease_s)
+            attached.datapath.write_config(config)
+    finally:
+        attached.close()
+    return AttachReport(
+        plan=wanted.report,
+        changed=changed,
+        compiled=False,
+        compile_s=0.0,
+        total_s=round(time.monotonic() - started, 4),
+        verified_instructions=dict(state.verified),
+        source_digest=state.source_digest,
+    )
+
+
+def _refuse_other_shape(state: AttachState, wanted: Wanted) -> None:
+    """What cannot be changed in place needs a detach first."""
+    pairs = (
+        ("profile", state.profile, wanted.profile.value),
+        ("ingress", state.ingress, wanted.ingress.value),
+        ("shadow", state.shadow, wanted.policy.shadow),
+        ("link rate", state.link_rate_bits_per_s, wanted.link_rate_bits_per_s),
+        ("segment limit", state.segment_limit_bytes, wanted.segment_limit_bytes),
+        ("classes", sorted(state.ceilings["egress"]), sorted(_names(wanted.policy))),
+    )
+    differing = [
+        f"{name}: {have} now, {want} asked for" for name, have, want in pairs if have != want
+    ]
+    if differing:
+        raise ConflictError(
+            "attached-differently",
+            f"{state.device} is attached in another way.",
+            details=differing,
+            hint=f"shapectl detach {state.device}, then attach again",
+        )
+    digest = read_source()[1]
+    if digest != state.source_digest:
+        raise ConflictError(
+            "other-version-attached",
+            f"{state.device} runs a classifier of another version.",
+            hint=f"shapectl detach {state.device}, then attach again",
+        )
+
+
+def _names(policy: Policy) -> list[str]:
+    return [one.name for one in policy.classes]
+
+
+def _take_up_policy(attached: object, wanted: Wanted) -> None:
+    """Put a changed policy in force in place: rules by one switch, rates without loss."""
+    from shapeagent.service.engine import Attached
+
+    assert isinstance(attached, Attached)
+    policy, state = wanted.policy, attached.state
+    if [one.name for one in attached.policy.classes] != _names(policy):
+        raise ConflictError(
+            "attached-differently",
+            f"The classes of {state.device}'s policy come in another order.",
+            hint=f"shapectl detach {state.device}, then attach again",
+        )
+    write, levels, missing = rule_write(compile_rules(policy), _resolve)
+    new = dataclasses.replace(
+        state,
+        policy_source=policy.source,
+        policy_digest=policy.digest,
+        request=dataclasses.asdict(wanted.request),
+        ceilings=initial_ceilings(policy, state.link_rate_bits_per_s),
+        missing_cgroups=missing,
+    )
+    for direction in Direction:
+        tree = tree_of(policy, new, direction)
+        if tree is not None and tree.profile is Profile.HTB:
+            index = state.index if direction is Direction.EGRESS else state.ifb_index
+            for node in tree.classes:
+                qdisc.change_class(attached.rtnl, index, tree.handle, node)
+    write_classes(attached.datapath, policy, new)
+    config = config_record(
+        policy,
+        state.facts,
+        state.kernel,
+        profile=Profile(state.profile),
+        ingress=IngressMode(state.ingress),
+        segment_limit_bytes=state.segment_limit_bytes,
+        cgroup_levels=levels,
+        ifb_index=state.ifb_index,
+        ifb_lease_jiffies=attached.datapath.read_config().ifb_lease_jiffies,
+    )
+    attached.datapath.write_config(config)
+    attached.datapath.replace_rules(write)
+    attached.store.write_policy(policy.text)
+    attached.save(new)

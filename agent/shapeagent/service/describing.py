@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Status: what is wanted, what the kernel holds, and where the two differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shapeagent.kernel import bpf, filters, qdisc
+from shapeagent.kernel import netns as namespaces
+from shapeagent.kernel.link import read_device_by_index, read_gso
+from shapeagent.model.errors import ShapeError
+from shapeagent.model.reports import ClassStatus, InterfaceStatus
+from shapeagent.model.types import Direction
+from shapeagent.policy.plan import live_minor, twin_minor
+from shapeagent.service.ceilings import ceiling_states, tree_of
+
+if TYPE_CHECKING:
+    from shapeagent.service.engine import Attached
+
+_NO_SOCKET_SHARE = 0.05  # above it cgroup and mark rules miss too much
+_ENCAP_SHARE = 0.05
+_MIN_PACKETS = 1_000  # before a share means anything
+
+
+def priority_text(priority: int) -> str:
+    """Return skb->priority as tc writes a class id."""
+    return f"{priority >> 16:x}:{priority & 0xFFFF:x}"
+
+
+def ceiling_in_force(attached: Attached, class_name: str, direction: Direction) -> int | None:
+    """Return the ceiling that holds now, None where nobody holds one."""
+    if not _is_enforced(attached, direction):
+        return None
+    found = ceiling_states(attached.state, direction)[class_name]
+    if found.deadline_jiffies and attached.clock.read() >= found.deadline_jiffies:
+        return found.safe_bits_per_s
+    return found.live_bits_per_s
+
+
+def _is_enforced(attached: Attached, direction: Direction) -> bool:
+    how = attached.enforcement
+    if attached.state.shadow:
+        return False
+    return how.tree(direction) is not None or how.metered(direction)
+
+
+def class_status(attached: Attached, class_name: str, direction: Direction) -> ClassStatus:
+    """Return one class in one direction."""
+    return next(row for row in _class_rows(attached, direction) if row.name == class_name)
+
+
+def _class_rows(attached: Attached, direction: Direction) -> list[ClassStatus]:
+    state = attached.state
+    enforced = _is_enforced(attached, direction)
+    queues = _queues(attached, direction)
+    now = attached.clock.read()
+    rows = []
+    for one in attached.policy.classes:
+        count = attached.datapath.count(direction.number, one.number)
+        ceiling = ceiling_states(state, direction)[one.name]
+        left = None
+        if ceiling.deadline_jiffies:
+            left = max(0, ceiling.deadline_jiffies - now) * state.kernel.jiffy_ns / 1e9
+        backlog, drops = queues.get(one.number, (None, None))
+        egress = direction is Direction.EGRESS
+        rows.append(
+            ClassStatus(
+                name=one.name,
+                number=one.number,
+                direction=direction.value,
+                guarantee_bits_per_s=one.guarantee_bits_per_s if egress else 0,
+                ceiling_bits_per_s=ceiling.live_bits_per_s if enforced else None,
+                safe_ceiling_bits_per_s=ceiling.safe_bits_per_s if enforced else None,
+                ceiling_in_force_bits_per_s=ceiling_in_force(attached, one.name, direction),
+                lease_s_left=left,
+                packets=count.packets,
+                wire_bytes=count.wire_bytes,
+                drops=count.drops,
+                drop_wire_bytes=count.drop_wire_bytes,
+                ce_marks=count.ce_marks,
+                no_socket_packets=count.no_socket,
+                over_segment_packets=count.over_segment,
+                backlog_bytes=backlog,
+                queue_drops=drops,
+            )
+        )
+    return rows
+
+
+def _queues(attached: Attached, direction: Direction) -> dict[int, tuple[int, int]]:
+    """Return class number → (backlog in bytes, drops) of the tree of a direction."""
+    tree = tree_of(attached.policy, attached.state, direction)
+    if tree is None:
+        return {}
+    index = attached.state.index if direction is Direction.EGRESS else attached.state.ifb_index
+    try:
+        stats = qdisc.class_stats(attached.rtnl, index)
+    except ShapeError:
+        return {}  # the device is gone: `problems` says so
+    found = {}
+    for one in attached.policy.classes:
+        if tree.safe_priorities:
+            minors = [live_minor(one.number), twin_minor(one.number)]
+        else:
+            minors = [tree.priorities[one.name] & 0xFFFF]
+        rows = [stats[minor] for minor in minors if minor in stats]
+        if rows:
+            found[one.number] = (
+                sum(row.backlog_bytes for row in rows),
+                sum(row.drops for row in rows),
+            )
+    return found
+
+
+def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
+    """Return the whole status of one attachment."""
+    state = attached.state
+    rows = [row for direction in Direction for row in _class_rows(attached, direction)]
+    reasons = {
+        direction.value: attached.datapath.reasons(direction.number) for direction in Direction
+    }
+    programs, problems = _programs(attached)
+    problems += _problems(attached)
+    return InterfaceStatus(
+        device=state.device,
+        index=state.index,
+        netns=netns,
+        profile=state.profile,
+        ingress=state.ingress,
+        shadow=state.shadow,
+        link_rate_bits_per_s=state.link_rate_bits_per_s,
+        segment_limit_bytes=state.segment_limit_bytes,
+        policy_source=state.policy_source,
+        policy_digest=state.policy_digest,
+        attached_unix_s=state.attached_unix_s,
+        programs=programs,
+        verified_instructions=dict(state.verified),
+        whitelist_entries=state.whitelist_entries,
+        whitelist_generation=state.whitelist_generation,
+        classes=tuple(rows),
+        reasons=reasons,
+        problems=tuple(problems),
+        warnings=tuple(_warnings(attached, rows, reasons)),
+    )
+
+
+def _programs(attached: Attached) -> tuple[dict[str, int], list[str]]:
+    programs: dict[str, int] = {}
+    problems: list[str] = []
+    names = {Direction.EGRESS: "shp_egress", Direction.INGRESS: "shp_ingress"}
+    for direction, name in names.items():
+        want = attached.state.program_ids.get(name)
+        try:
+            found = filters.find_ours(
+                filters.list_filters(attached.rtnl, attached.state.index, direction)
+            )
+        except ShapeError as error:
+            problems.append(error.message)
+            continue
+        if found is None:
+            problems.append(f"our {direction.value} filter is gone")
+        elif found.program_id != want:
+            problems.append(
+                f"the {direction.value} filter holds program {found.program_id}, not ours ({want})"
+            )
+        else:
+            programs[name] = found.program_id
+    return programs, problems
+
+
+def _problems(attached: Attached) -> list[str]:
+    state = attached.state
+    found: list[str] = []
+    try:
+        read_device_by_index(attached.rtnl, state.index)
+    except ShapeError:
+        return [f"interface {state.device} (index {state.index}) is gone"]
+    for direction in Direction:
+        tree = tree_of(attached.policy, state, direction)
+        if tree is None:
+            continue
+        index = state.index if direction is Direction.EGRESS else state.ifb_index
+        try:
+            qdisc.read_back(attached.rtnl, index, tree)
+        except ShapeError as error:
+            # queue limits follow the ceiling at attach: `class set` leaves them
+            if "limit" not in error.message:
+                found.append(error.message)
+    if state.gso_set is not None and read_gso(attached.rtnl, state.index) != state.gso_set:
+        found.append("someone changed the segment limits (gso_max_size)")
+    return found
+
+
+def _warnings(
+    attached: Attached, rows: list[ClassStatus], reasons: dict[str, dict[str, int]]
+) -> list[str]:
+    found = []
+    egress = [row for row in rows if row.direction == "egress"]
+    packets = sum(row.packets for row in egress)
+    if packets >= _MIN_PACKETS:
+        shares = {
+            "without a socket: cgroup and mark rules miss them; attach on the host side of the "
+            "veth": sum(row.no_socket_packets for row in egress),
+            "above the segment limit: they come from elsewhere; limit their own device": sum(
+                row.over_segment_packets for row in egress
+            ),
+        }
+        for what, count in shares.items():
+            if count > _NO_SOCKET_SHARE * packets:
+                found.append(f"{100 * count / packets:.0f} % of packets are {what}")
+    for direction, counts in reasons.items():
+        total = sum(row.packets for row in rows if row.direction == direction)
+        hidden = sum(count for name, count in counts.items() if name.startswith("encap"))
+        if total >= _MIN_PACKETS and hidden > _ENCAP_SHARE * total:
+            found.append(
+                f"{100 * hidden / total:.0f} % of {direction} packets are encapsulated: "
+                "only their outer header is classified"
+            )
+    found += [
+        f"rule names cgroup {path}, which is not there" for path in attached.state.missing_cgroups
+    ]
+    return found
+
+
+def other_programs(netns: str | None, index: int) -> bool:
+    """Return whether a tcx program is attached to the device in either direction."""
+
+    def query() -> bool:
+        hooks = (bpf.TCX_INGRESS, bpf.TCX_EGRESS)
+        return any(bpf.query_tcx(index, hook) for hook in hooks)
+
+    return namespaces.run_in_netns(netns, query)

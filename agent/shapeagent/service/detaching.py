@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Detach: put back what was there, whatever the attach had come to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shapeagent.kernel import filters, link, maps, qdisc, routes
+from shapeagent.kernel.rtnl import Rtnl
+from shapeagent.model.errors import FailedError, InputError, ShapeError
+from shapeagent.model.reports import DetachReport
+from shapeagent.model.types import Direction, GsoLimits, Policy
+from shapeagent.service.ceilings import tree_of
+from shapeagent.service.describing import other_programs
+from shapeagent.service.documents import load_policy_text
+from shapeagent.service.state import AttachState, StateDir
+
+if TYPE_CHECKING:
+    from shapeagent.service.engine import Engine
+
+
+def detach(engine: Engine, rtnl: Rtnl, device: str, *, dry_run: bool) -> DetachReport:
+    """Detach a device; see Engine.detach."""
+    key, state = _find(engine, rtnl, device)
+    if key is None:
+        return DetachReport(device, engine.netns, False, (), ("not attached",))
+    pins = engine.bpffs_dir / key
+    store = StateDir(engine.run_dir, key)
+    steps: list[str] = []
+    notes: list[str] = []
+    if state is None:
+        notes.append("no state was found: pins are removed, qdiscs are left as they are")
+    else:
+        _undo_device(engine, rtnl, state, steps, notes, dry_run=dry_run)
+    steps.append(f"remove the pins in {pins} and the state in {store.folder}")
+    if not dry_run:
+        maps.remove_pins(pins)
+        store.remove()
+    return DetachReport(device, engine.netns, not dry_run, tuple(steps), tuple(notes))
+
+
+def _find(engine: Engine, rtnl: Rtnl, device: str) -> tuple[str | None, AttachState | None]:
+    """Return the key and state of an attachment; a damaged state counts as none."""
+    try:
+        key = engine.key_of(rtnl, link.read_device(rtnl, device).index)
+    except InputError:
+        prefix = engine.key_of(rtnl, 0)[:-1]
+        for path in sorted(engine.run_dir.glob(f"{prefix}*/state.json")):
+            state = StateDir(engine.run_dir, path.parent.name).read()
+            if state is not None and state.device == device:
+                return path.parent.name, state
+        raise
+    store = StateDir(engine.run_dir, key)
+    if not store.folder.exists() and not (engine.bpffs_dir / key).exists():
+        return None, None
+    try:
+        return key, store.read()
+    except FailedError:
+        return key, None
+
+
+def _undo_device(
+    engine: Engine,
+    rtnl: Rtnl,
+    state: AttachState,
+    steps: list[str],
+    notes: list[str],
+    *,
+    dry_run: bool,
+) -> None:
+    index = state.index
+    try:
+        link.read_device_by_index(rtnl, index)
+    except ShapeError:
+        notes.append(f"{state.device} (index {index}) is gone, and what was on it with it")
+        if state.ifb_index and not dry_run:
+            link.delete_ifb(rtnl, state.ifb_index)
+        return
+
+    def do(text: str, action: Callable[[], object]) -> None:
+        steps.append(text)
+        if dry_run:
+            return
+        try:
+            action()
+        except ShapeError as error:
+            notes.append(error.message)
+
+    ids = tuple(state.program_ids.values())
+    for direction in Direction:
+        do(
+            f"delete our {direction.value} filter",
+            lambda direction=direction: filters.del_filter(  # type: ignore[misc]
+                rtnl, index, direction, our_program_ids=ids
+            ),
+        )
+    if state.ifb_index:
+        do(f"delete {state.ifb}", lambda: link.delete_ifb(rtnl, state.ifb_index))
+    policy = _stored_policy(engine, rtnl, state, notes)
+    tree = tree_of(policy, state, Direction.EGRESS) if policy else None
+    if tree is not None:
+        do(
+            f"delete our {state.profile} root qdisc of {state.device} "
+            "(the kernel makes its default)",
+            lambda: qdisc.delete_root(rtnl, index, tree),
+        )
+    if state.gso_before is not None:
+        _undo_gso(engine, rtnl, state, do, notes)
+    leftover = routes.find_ipv6_routes(rtnl, index)
+    if leftover:
+        do("remove our IPv6 host routes", lambda: routes.remove_ipv6_routes(rtnl, leftover))
+    if state.clsact_created:
+        do("delete clsact if nobody else uses it", lambda: _drop_clsact(engine, rtnl, state, notes))
+
+
+def _undo_gso(
+    engine: Engine,
+    rtnl: Rtnl,
+    state: AttachState,
+    do: Callable[[str, Callable[[], object]], None],
+    notes: list[str],
+) -> None:
+    before = state.gso_before
+    assert before is not None
+    if state.gso_set is not None and link.read_gso(rtnl, state.index) != state.gso_set:
+        notes.append("someone changed the segment limits meanwhile: left as they are")
+        return
+    do(
+        f"set gso_max_size back to {before.max_size_bytes}, gso_max_segs to {before.max_segments}",
+        lambda: restore_gso(engine, rtnl, state.index, before),
+    )
+
+
+def _drop_clsact(engine: Engine, rtnl: Rtnl, state: AttachState, notes: list[str]) -> None:
+    gone = filters.remove_clsact_if_empty(
+        rtnl,
+        state.index,
+        created_by_us=True,
+        has_other_programs=other_programs(engine.netns, state.index),
+    )
+    if not gone:
+        notes.append("clsact stays: someone else uses it")
+
+
+def _stored_policy(
+    engine: Engine, rtnl: Rtnl, state: AttachState, notes: list[str]
+) -> Policy | None:
+    store = StateDir(engine.run_dir, engine.key_of(rtnl, state.index))
+    try:
+        return load_policy_text(
+            store.read_policy(), state.policy_source, state.link_rate_bits_per_s
+        )
+    except (ShapeError, OSError) as error:
+        notes.append(f"the policy in force cannot be read ({error}): the root qdisc is left alone")
+        return None
+
+
+def restore_gso(engine: Engine, rtnl: Rtnl, index: int, before: GsoLimits) -> None:
+    """Set the segment limits back and let living flows take them up."""
+    link.set_gso(rtnl, index, before)
+    routes.reroute_ipv4(engine.netns)

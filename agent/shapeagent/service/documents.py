@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files that people write: policies and whitelists. Reads and writes them; decides nothing.
+
+What a text means is decided in `model/schema.py` and `policy/whitelist.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shapeagent.model.errors import FailedError, InputError, PrivilegeError, ShapeError
+from shapeagent.model.reports import WhitelistRow
+from shapeagent.model.types import Match, Policy, WhitelistEntry
+from shapeagent.policy.builtin import BUILTIN_SOURCE, default_policy_text
+from shapeagent.policy.whitelist import (
+    LineDefaults,
+    canonical_prefix,
+    export_list,
+    parse_entry,
+    parse_list,
+)
+
+if TYPE_CHECKING:
+    from shapeagent.model.schema import PolicySummary
+
+#: Read where no policy is named.
+DEFAULT_POLICY_PATH = Path("/etc/shapectl/policy.toml")
+
+#: A list of a million entries is about 40 MB; beyond this it is no list.
+MAX_DOCUMENT_BYTES = 256 << 20
+
+__all__ = [
+    "DEFAULT_POLICY_PATH",
+    "LineDefaults",
+    "check_policy_text",
+    "example_policy_text",
+    "export_whitelist",
+    "load_policy_text",
+    "parse_whitelist_entry",
+    "parse_whitelist_file",
+    "read_document",
+    "read_document_bytes",
+    "read_policy",
+    "write_document",
+]
+
+
+def read_document(path: str) -> str:
+    """Return the UTF-8 text of the file at `path`, or of stdin where it is `-`.
+
+    Raises: as `read_document_bytes`; InputError not-utf8.
+    """
+    data = read_document_bytes(path)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise InputError(
+            "not-utf8",
+            f"{path} line {line}: byte {data[error.start]:#04x} is not UTF-8 text.",
+            hint=f"iconv -f latin1 -t utf-8 {path} converts an older encoding",
+        ) from error
+
+
+def read_document_bytes(path: str) -> bytes:
+    """Return what the file at `path` holds, or stdin where it is `-`.
+
+    Raises:
+        InputError: file-missing, file-unreadable, file-too-large.
+        PrivilegeError: file-forbidden.
+    """
+    try:
+        if path == "-":
+            data = sys.stdin.buffer.read(MAX_DOCUMENT_BYTES + 1)
+        else:
+            with open(path, "rb") as file:
+                data = file.read(MAX_DOCUMENT_BYTES + 1)
+    except OSError as error:
+        raise _file_error(path, error) from error
+    except ValueError as error:  # a NUL in the name
+        raise InputError(
+            "file-missing", f"{path!r} is not the name of a file: {error}.", hint="check the name"
+        ) from error
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise InputError(
+            "file-too-large",
+            f"{path} is larger than {MAX_DOCUMENT_BYTES >> 20} MiB.",
+            hint="split it, or check that it is the file you meant",
+        )
+    return data
+
+
+def write_document(path: str | Path, text: str) -> None:
+    """Put `text` into the file at `path`, whole or not at all.
+
+    Raises:
+        FailedError: file-unwritable.
+        PrivilegeError: file-forbidden.
+    Effects: makes the folder; replaces a regular file, writes through to a pipe or device.
+    """
+    target = Path(path)
+    data = text.encode("utf-8")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not target.is_file():
+            target.write_bytes(data)
+            return
+        # Beside the file that a link leads to, so that the rename keeps the link.
+        target = target.resolve()
+        mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
+        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                os.fchmod(file.fileno(), mode)
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise _file_error(str(path), error, writing=True) from error
+
+
+def _file_error(path: str, error: OSError, *, writing: bool = False) -> ShapeError:
+    why = error.strerror or str(error)
+    if isinstance(error, PermissionError):
+        return PrivilegeError(
+            "file-forbidden", f"{path}: {why}.", hint="the same command with sudo"
+        )
+    if writing:
+        return FailedError("file-unwritable", f"{path}: {why}.", hint=f"ls -ld {path}")
+    if isinstance(error, FileNotFoundError):
+        return InputError("file-missing", f"{path}: {why}.", hint="check the name")
+    return InputError("file-unreadable", f"{path}: {why}.", hint=f"ls -ld {path}")
+
+
+def read_policy(path: str | None) -> tuple[str, str]:
+    """Return the text of a policy and its source: a path, or `built-in`.
+
+    Args:
+        path: None reads /etc/shapectl/policy.toml, else the built-in policy.
+    Raises: as `read_document`.
+    """
+    if path is not None:
+        return read_document(path), "stdin" if path == "-" else path
+    try:
+        return read_document(str(DEFAULT_POLICY_PATH)), str(DEFAULT_POLICY_PATH)
+    except InputError as error:
+        if error.reference != "file-missing":
+            raise
+    return example_policy_text(), BUILTIN_SOURCE
+
+
+def example_policy_text() -> str:
+    """Return the built-in policy as TOML."""
+    return default_policy_text()
+
+
+def load_policy_text(text: str, source: str, link_rate_bits_per_s: int | None) -> Policy:
+    """Return the policy with every rate resolved. Raises: as `schema.load_policy`."""
+    from shapeagent.model.schema import load_policy
+
+    return load_policy(text, source, link_rate_bits_per_s=link_rate_bits_per_s)
+
+
+def check_policy_text(
+    text: str, source: str, link_rate_bits_per_s: int | None = None
+) -> PolicySummary:
+    """Return what a valid policy holds. Raises: InputError policy-invalid, with every error."""
+    from shapeagent.model.schema import check_policy
+
+    return check_policy(text, source, link_rate_bits_per_s=link_rate_bits_per_s)
+
+
+def parse_whitelist_entry(
+    text: str, defaults: LineDefaults
+) -> tuple[WhitelistEntry, tuple[str, ...]]:
+    """Return the entry that `text` names, and notices about how it is stored.
+
+    Raises: as `whitelist.parse_entry`.
+    """
+    return parse_entry(text, defaults)
+
+
+def parse_whitelist_file(
+    path: str, defaults: LineDefaults, *, lenient: bool = False
+) -> tuple[tuple[WhitelistEntry, ...], tuple[str, ...]]:
+    """Return the entries of the list at `path` (`-` for stdin), and notices about them.
+
+    Args:
+        lenient: leave bad lines out, with a notice that counts them.
+    Raises: as `read_document_bytes`; InputError whitelist-invalid, which names each bad line.
+    """
+    data = read_document_bytes(path)
+    name = "stdin" if path == "-" else path
+    try:
+        found = parse_list(data, defaults, lenient=lenient)
+    except InputError as error:
+        raise InputError(
+            error.reference, f"{name}: {error.message}", hint=error.hint, details=error.details
+        ) from error
+    notices = list(found.notices)
+    for count, what in (
+        (found.bad_lines, "cannot be used and was left out"),
+        (found.duplicates, "repeats an entry and counts once"),
+        (found.expired, "has expired and was left out"),
+    ):
+        if count:
+            notices.append(f"{name}: {_counted(count, what)}")
+    return found.entries, tuple(notices)
+
+
+def _counted(count: int, what: str) -> str:
+    if count == 1:
+        return f"1 line {what}"
+    plural = what.replace("was ", "were ").replace("repeats", "repeat").replace("has ", "have ")
+    return f"{count:,} lines {plural.replace('counts', 'count')}"
+
+
+def export_whitelist(rows: Iterable[WhitelistRow]) -> str:
+    """Return a list file that `parse_whitelist_file` reads back as the same entries."""
+    return export_list(_entry_of(row) for row in rows)
+
+
+def _entry_of(row: WhitelistRow) -> WhitelistEntry:
+    source = canonical_prefix(row.source)[0] if row.source else None
+    destination = canonical_prefix(row.destination)[0] if row.destination else None
+    return WhitelistEntry(
+        match=Match(row.match),
+        traffic_class=row.traffic_class,
+        source=source,
+        destination=destination,
+        owner=row.owner,
+        reason=row.reason,
+        expires_unix_s=row.expires_unix_s,
+    )

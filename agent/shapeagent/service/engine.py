@@ -1,0 +1,500 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one object that owns attaching, changing, explaining and detaching.
+
+The command line uses it in process, the agent behind gRPC. Everything that
+changes the kernel or the state is done under one lock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from shapeagent.kernel import bpf, maps, qdisc
+from shapeagent.kernel import netns as namespaces
+from shapeagent.kernel.clock import JiffiesClock
+from shapeagent.kernel.datapath import Datapath
+from shapeagent.kernel.link import read_device
+from shapeagent.kernel.probe import require_privileges
+from shapeagent.kernel.rtnl import Rtnl
+from shapeagent.model.errors import ConflictError, InputError
+from shapeagent.model.reports import (
+    AttachPlan,
+    AttachReport,
+    AttachRequest,
+    ClassStatus,
+    DetachReport,
+    ExplainRequest,
+    Explanation,
+    InterfaceStatus,
+    WhitelistChange,
+    WhitelistRow,
+)
+from shapeagent.model.types import Direction, Policy, Profile, WhitelistEntry
+from shapeagent.policy.plan import class_rate_change, twin_minor
+from shapeagent.policy.whitelist import warn_deciding_first
+from shapeagent.service import (
+    attaching,
+    describing,
+    detaching,
+    explaining,
+    planning,
+    whitelisting,
+)
+from shapeagent.service.ceilings import Enforcement, ceiling_states, class_words, tree_of
+from shapeagent.service.documents import load_policy_text
+from shapeagent.service.state import AttachState, CeilingState, StateDir, list_states, locked
+
+RUN_DIR = Path("/run/shapectl")
+BPFFS_DIR = Path("/sys/fs/bpf/shapectl")
+
+_MIN_CEILING_BITS_PER_S = 64_000
+_DRAIN_LIMIT_S = 0.5  # how long a renewal waits for the twin's queue
+_DRAIN_POLL_S = 0.002
+
+
+class Attached:
+    """One attachment, open: state, policy, maps and netlink socket."""
+
+    def __init__(
+        self, engine: Engine, rtnl: Rtnl, store: StateDir, state: AttachState, key: str
+    ) -> None:
+        self.rtnl = rtnl
+        self.store = store
+        self.state = state
+        self.pins = engine.bpffs_dir / key
+        text = store.read_policy()
+        self.policy = _as_attached(
+            load_policy_text(text, state.policy_source, state.link_rate_bits_per_s), state
+        )
+        self._maps = maps.open_pinned(self.pins)
+        self.datapath = Datapath(self._maps, state.kernel.possible_cpus)
+        self.clock = JiffiesClock()
+
+    @property
+    def enforcement(self) -> Enforcement:
+        """How ceilings are held on this interface."""
+        return Enforcement.of(self.state)
+
+    def save(self, state: AttachState) -> None:
+        """Write a new state."""
+        self.store.write(state)
+        self.state = state
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        bpf.close_all(list(self._maps.values()))
+        self.clock.close()
+
+
+def _as_attached(policy: Policy, state: AttachState) -> Policy:
+    """Return the policy with what the attach request overrode."""
+    request = state.request
+    egress, ingress = request.get("egress_mark_mask"), request.get("ingress_mark_mask")
+    return dataclasses.replace(
+        policy,
+        shadow=state.shadow,
+        egress_mark_mask=policy.egress_mark_mask if egress is None else egress,
+        ingress_mark_mask=policy.ingress_mark_mask if ingress is None else ingress,
+    )
+
+
+class Engine:
+    """Attach, change, explain and detach the interfaces of one network namespace."""
+
+    def __init__(
+        self,
+        *,
+        netns: str | None = None,
+        progress: Callable[[str], None] | None = None,
+        run_dir: Path = RUN_DIR,
+        bpffs_dir: Path = BPFFS_DIR,
+    ) -> None:
+        self.netns = netns
+        self.progress = progress or (lambda _: None)
+        self.run_dir = run_dir
+        self.bpffs_dir = bpffs_dir
+
+    # --- attach and detach
+
+    def plan_attach(self, request: AttachRequest) -> AttachPlan:
+        """Return what `attach` would do; nothing is changed.
+
+        Raises:
+            InputError: the request, the policy or the device is wrong.
+            ConflictError: someone else's qdisc or filter is in the way.
+        """
+        require_privileges()
+        with namespaces.open_rtnl(self.netns) as rtnl:
+            return planning.make_plan(self, rtnl, request).report
+
+    def attach(self, request: AttachRequest) -> AttachReport:
+        """Attach a device. Idempotent: the same request again changes nothing.
+
+        Effects: pins under the bpffs folder, state under the run folder, a
+            qdisc tree, clsact and one filter per direction, segment limits.
+        Undo: `detach`.
+        Raises: as plan_attach; UnsupportedError where compiler, headers or
+            kernel lack something. An error in the middle undoes what was done.
+        """
+        require_privileges()
+        with locked(self.run_dir), namespaces.open_rtnl(self.netns) as rtnl:
+            return attaching.attach(self, rtnl, request)
+
+    def detach(self, device: str, *, dry_run: bool = False) -> DetachReport:
+        """Detach a device and put back what was there. Idempotent.
+
+        Raises:
+            InputError: "no-such-device" where nothing of that name is known.
+        """
+        require_privileges()
+        with locked(self.run_dir), namespaces.open_rtnl(self.netns) as rtnl:
+            return detaching.detach(self, rtnl, device, dry_run=dry_run)
+
+    # --- looking
+
+    def status(self, device: str | None = None) -> tuple[InterfaceStatus, ...]:
+        """Return the attached interfaces of the namespace, or one of them.
+
+        Raises:
+            ConflictError: "not-attached" where the named device is not.
+        """
+        require_privileges()
+        found = []
+        with namespaces.open_rtnl(self.netns) as rtnl:
+            for key in self._keys(rtnl, device):
+                attached = self._open_key(rtnl, key)
+                try:
+                    found.append(describing.interface_status(attached, self.netns))
+                finally:
+                    attached.close()
+        if device is not None and not found:
+            raise _not_attached(device)
+        return tuple(found)
+
+    def class_list(self, device: str) -> tuple[ClassStatus, ...]:
+        """Return the classes of a device, egress first."""
+        return self.status(device)[0].classes
+
+    def explain(self, device: str, request: ExplainRequest) -> Explanation:
+        """Ask the loaded program about a 5-tuple; every map stays as it is.
+
+        Raises:
+            InputError: an address, protocol or direction is wrong.
+        """
+        return next(iter(self._explaining(device, request=request)))
+
+    def explain_pcap(self, device: str, path: Path, direction: str) -> Iterator[Explanation]:
+        """Ask the loaded program about each packet of a capture.
+
+        Raises:
+            InputError: "bad-capture".
+        """
+        yield from self._explaining(device, path=path, direction=direction)
+
+    def _explaining(
+        self,
+        device: str,
+        *,
+        request: ExplainRequest | None = None,
+        path: Path | None = None,
+        direction: str = "egress",
+    ) -> Iterator[Explanation]:
+        require_privileges()
+        with namespaces.open_rtnl(self.netns) as rtnl:
+            attached = self._open(rtnl, device)
+            try:
+                yield from explaining.explain(attached, request, path, direction)
+            finally:
+                attached.close()
+
+    # --- ceilings
+
+    def class_set(
+        self,
+        device: str,
+        class_name: str,
+        ceiling_bits_per_s: int,
+        *,
+        lease_s: float | None = None,
+        direction: str = "egress",
+    ) -> ClassStatus:
+        """Set the ceiling of a class in place; no packet is lost.
+
+        Args:
+            ceiling_bits_per_s: wire bits; 64 kbit/s to the link rate.
+            lease_s: past it the class's safe ceiling holds, kept by the
+                kernel. None: no lease.
+
+        Raises:
+            InputError: "no-such-class", "ceiling-out-of-range", "bad-lease",
+                "not-shaped" (ingress is only counted).
+        """
+        require_privileges()
+        with locked(self.run_dir), namespaces.open_rtnl(self.netns) as rtnl:
+            attached = self._open(rtnl, device)
+            try:
+                _set_ceiling(attached, class_name, ceiling_bits_per_s, lease_s, direction)
+                return describing.class_status(attached, class_name, Direction(direction))
+            finally:
+                attached.close()
+
+    # --- whitelist
+
+    def whitelist_add(
+        self, device: str, entries: Sequence[WhitelistEntry], *, yes_everything: bool = False
+    ) -> WhitelistChange:
+        """Add entries; one that is there already with another class is changed.
+
+        Raises:
+            InputError: "no-such-class", "whitelist-everything".
+            FailedError: "map-full"; the old list stays in use.
+        """
+
+        def change(attached: Attached) -> WhitelistChange:
+            done = whitelisting.add(attached, entries, yes_everything=yes_everything)
+            return dataclasses.replace(done, warnings=warn_deciding_first(attached.policy, entries))
+
+        return self._changing(device, change)
+
+    def whitelist_import(
+        self, device: str, entries: Sequence[WhitelistEntry], *, yes_everything: bool = False
+    ) -> WhitelistChange:
+        """Add many entries at once: readers see none of them or all."""
+        return self.whitelist_add(device, entries, yes_everything=yes_everything)
+
+    def whitelist_remove(self, device: str, entries: Sequence[WhitelistEntry]) -> WhitelistChange:
+        """Remove entries by address and match; class, owner and reason do not matter."""
+        return self._changing(device, lambda attached: whitelisting.remove(attached, entries))
+
+    def whitelist_replace(
+        self,
+        device: str,
+        entries: Sequence[WhitelistEntry],
+        *,
+        yes_everything: bool = False,
+        expected_generation: int | None = None,
+    ) -> WhitelistChange:
+        """Replace the whole whitelist: readers see the old one or the new.
+
+        Raises:
+            ConflictError: "generation-differs" where someone changed it meanwhile.
+        """
+        return self._changing(
+            device,
+            lambda attached: whitelisting.replace(
+                attached,
+                entries,
+                yes_everything=yes_everything,
+                expected_generation=expected_generation,
+            ),
+        )
+
+    def whitelist_list(self, device: str) -> tuple[WhitelistRow, ...]:
+        """Return the entries that have not expired."""
+        require_privileges()
+        with namespaces.open_rtnl(self.netns) as rtnl:
+            key = next(iter(self._keys(rtnl, device)), None)
+            if key is None:
+                raise _not_attached(device)
+            return whitelisting.rows(StateDir(self.run_dir, key))
+
+    def _changing(
+        self, device: str, change: Callable[[Attached], WhitelistChange]
+    ) -> WhitelistChange:
+        require_privileges()
+        with locked(self.run_dir), namespaces.open_rtnl(self.netns) as rtnl:
+            attached = self._open(rtnl, device)
+            try:
+                return change(attached)
+            finally:
+                attached.close()
+
+    # --- finding
+
+    def key_of(self, rtnl: Rtnl, index: int) -> str:
+        """Return the folder name of an interface: namespace cookie and index."""
+        return f"{namespaces.read_netns_cookie(rtnl)}-{index}"
+
+    def _keys(self, rtnl: Rtnl, device: str | None) -> list[str]:
+        prefix = f"{namespaces.read_netns_cookie(rtnl)}-"
+        keys = [key for key in list_states(self.run_dir) if key.startswith(prefix)]
+        if device is None:
+            return keys
+        try:
+            wanted = self.key_of(rtnl, read_device(rtnl, device).index)
+        except InputError as error:
+            if error.reference != "no-such-device":
+                raise
+            wanted = self._key_by_name(keys, device) or ""
+            if not wanted:
+                raise
+        return [key for key in keys if key == wanted]
+
+    def _key_by_name(self, keys: Sequence[str], device: str) -> str | None:
+        """Return the attachment of a device that is gone, by the name it had."""
+        for key in keys:
+            state = StateDir(self.run_dir, key).read()
+            if state is not None and state.device == device:
+                return key
+        return None
+
+    def _open(self, rtnl: Rtnl, device: str) -> Attached:
+        for key in self._keys(rtnl, device):
+            return self._open_key(rtnl, key)
+        raise _not_attached(device)
+
+    def _open_key(self, rtnl: Rtnl, key: str) -> Attached:
+        store = StateDir(self.run_dir, key)
+        state = store.read()
+        if state is None or not state.complete:
+            raise ConflictError(
+                "attach-unfinished",
+                f"An attach of {state.device if state else key} did not end.",
+                hint=f"shapectl detach {state.device if state else ''}, then attach again",
+            )
+        try:
+            return Attached(self, rtnl, store, state, key)
+        except FileNotFoundError as error:
+            raise ConflictError(
+                "pins-missing",
+                f"The pins of {state.device} are gone: {error}.",
+                hint=f"shapectl detach {state.device}, then attach again",
+            ) from error
+
+
+def _not_attached(device: str) -> ConflictError:
+    return ConflictError(
+        "not-attached",
+        f"shapectl is not attached to {device}.",
+        hint=f"shapectl attach {device}",
+    )
+
+
+def _set_ceiling(
+    attached: Attached,
+    class_name: str,
+    ceiling_bits_per_s: int,
+    lease_s: float | None,
+    direction_text: str,
+) -> None:
+    state, policy = attached.state, attached.policy
+    try:
+        direction = Direction(direction_text)
+        traffic_class = policy.class_named(class_name)
+    except KeyError as error:
+        raise InputError(
+            "no-such-class",
+            f"The policy has no class {class_name!r}.",
+            hint=f"one of {', '.join(one.name for one in policy.classes)}",
+        ) from error
+    except ValueError as error:
+        raise InputError(
+            "bad-direction", f"{direction_text!r} is no direction.", hint="egress or ingress"
+        ) from error
+    if direction is Direction.INGRESS and state.ingress == "count":
+        raise InputError(
+            "not-shaped",
+            f"What arrives on {state.device} is only counted.",
+            hint=f"attach {state.device} with --ingress police",
+        )
+    least = max(_MIN_CEILING_BITS_PER_S, _guarantee(policy, class_name, direction))
+    if not least <= ceiling_bits_per_s <= state.link_rate_bits_per_s:
+        raise InputError(
+            "ceiling-out-of-range",
+            f"A ceiling of {ceiling_bits_per_s} bit/s for {class_name} is not between "
+            f"{least} (its guarantee) and {state.link_rate_bits_per_s} bit/s (the link).",
+        )
+    if lease_s is not None and not 0.01 <= lease_s <= 7 * 86_400:
+        raise InputError("bad-lease", f"A lease of {lease_s} s is not between 10 ms and 7 days.")
+    now = attached.clock.read()
+    old = state.ceilings[direction.value][class_name]
+    deadline = 0
+    if lease_s is not None:
+        deadline = now + max(1, round(lease_s * 1e9 / state.kernel.jiffy_ns))
+    new = CeilingState(ceiling_bits_per_s, old.safe_bits_per_s, deadline)
+    was_expired = bool(old.deadline_jiffies) and now >= old.deadline_jiffies
+    _apply_ceiling(attached, direction, traffic_class.number, class_name, old, new, was_expired)
+    ceilings = {**state.ceilings}
+    ceilings[direction.value] = {**ceilings[direction.value], class_name: new}
+    attached.save(dataclasses.replace(state, ceilings=ceilings))
+
+
+def _guarantee(policy: Policy, class_name: str, direction: Direction) -> int:
+    if direction is Direction.INGRESS:
+        return 0
+    return policy.class_named(class_name).guarantee_bits_per_s
+
+
+def _apply_ceiling(
+    attached: Attached,
+    direction: Direction,
+    number: int,
+    class_name: str,
+    old: CeilingState,
+    new: CeilingState,
+    was_expired: bool,
+) -> None:
+    """Change tree and record, in the order that loses and reorders nothing.
+
+    Back from a twin leaf (bpf-facts 5.13): first the twin gets the new rate,
+    then its queue runs out, then the record sends packets to the live leaf,
+    and last the twin gets its safe rate again.
+    """
+    state = attached.state
+    tree = tree_of(attached.policy, state, direction)
+    on_twin = (
+        was_expired
+        and tree is not None
+        and tree.profile is Profile.HTB
+        and old.safe_bits_per_s > old.live_bits_per_s
+    )
+    if on_twin:
+        lifted = dataclasses.replace(new, safe_bits_per_s=new.live_bits_per_s)
+        _change_tree(attached, direction, class_name, lifted)
+        _wait_for_drain(attached, direction, twin_minor(number))
+    else:
+        _change_tree(attached, direction, class_name, new)
+    ceilings = {**ceiling_states(state, direction), class_name: new}
+    record = class_words(attached.policy, state, direction, class_name, ceilings)
+    attached.datapath.write_class(direction.number, number, record)
+    if on_twin:
+        _change_tree(attached, direction, class_name, new)
+
+
+def _tree_index(attached: Attached, direction: Direction) -> int:
+    return attached.state.ifb_index if direction is Direction.INGRESS else attached.state.index
+
+
+def _change_tree(
+    attached: Attached, direction: Direction, class_name: str, new: CeilingState
+) -> None:
+    state = attached.state
+    tree = tree_of(attached.policy, state, direction)
+    if tree is None or tree.profile is not Profile.HTB:
+        return
+    for change in class_rate_change(
+        tree,
+        attached.policy,
+        state.facts,
+        state.kernel,
+        class_name,
+        live_ceiling_bits_per_s=new.live_bits_per_s,
+        safe_ceiling_bits_per_s=new.safe_bits_per_s,
+        link_rate_bits_per_s=state.link_rate_bits_per_s,
+        segment_limit_bytes=state.segment_limit_bytes,
+        direction=direction,
+    ):
+        qdisc.change_class(attached.rtnl, _tree_index(attached, direction), tree.handle, change)
+
+
+def _wait_for_drain(attached: Attached, direction: Direction, minor: int) -> None:
+    """Wait until a leaf is empty, but not for ever: under load it may never be."""
+    deadline = time.monotonic() + _DRAIN_LIMIT_S
+    while time.monotonic() < deadline:
+        found = qdisc.class_stats(attached.rtnl, _tree_index(attached, direction)).get(minor)
+        if found is None or found.backlog_packets == 0:
+            return
+        time.sleep(_DRAIN_POLL_S)

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a request to a plan: what attach would do, decided and printed. Reads only."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shapeagent.kernel import filters, link, qdisc
+from shapeagent.kernel.probe import read_kernel_facts
+from shapeagent.kernel.rtnl import Rtnl
+from shapeagent.model.errors import ConflictError, InputError
+from shapeagent.model.reports import AttachPlan, AttachRequest, ClassPlanRow
+from shapeagent.model.types import (
+    DeviceFacts,
+    Direction,
+    GsoLimits,
+    IngressMode,
+    KernelFacts,
+    LeafPlan,
+    Policy,
+    Profile,
+    TreePlan,
+)
+from shapeagent.model.units import format_rate, parse_size
+from shapeagent.policy.plan import (
+    capped_gso,
+    choose_profile,
+    live_minor,
+    plan_tree,
+    resolve_segment_limit,
+)
+from shapeagent.service.ceilings import Enforcement
+from shapeagent.service.documents import load_policy_text, read_policy
+from shapeagent.service.state import StateDir
+
+if TYPE_CHECKING:
+    from shapeagent.service.engine import Engine
+
+_SEGMENT_COST = "costs CPU per byte of bulk: see `make perf` and README"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request made definite: everything that attach needs, and the plan to print."""
+
+    request: AttachRequest
+    device: DeviceFacts
+    kernel: KernelFacts
+    policy: Policy
+    profile: Profile
+    profile_reason: str
+    ingress: IngressMode
+    link_rate_bits_per_s: int
+    link_rate_source: str
+    segment_limit_bytes: int
+    gso_before: GsoLimits
+    gso_wanted: GsoLimits
+    egress_tree: TreePlan | None
+    report: AttachPlan
+
+    @property
+    def enforcement(self) -> Enforcement:
+        """How ceilings will be held."""
+        return Enforcement.choose(self.profile, self.ingress, shadow=self.policy.shadow)
+
+
+def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
+    """Return the request made definite. Reads only.
+
+    Raises: InputError, ConflictError, UnsupportedError, each named.
+    """
+    device = link.read_device(rtnl, request.device)
+    kernel = read_kernel_facts()
+    rate, rate_source = _link_rate(request, device)
+    policy = _policy(request, rate)
+    state = StateDir(engine.run_dir, engine.key_of(rtnl, device.index)).read()
+    if state is None:
+        _refuse_foreign(rtnl, device, request, policy)
+        gso = link.read_gso(rtnl, device.index)
+    else:
+        gso = state.gso_before or link.read_gso(rtnl, device.index)
+        device = dataclasses.replace(
+            device,
+            gso_max_size=gso.max_size_bytes,
+            gso_max_segs=gso.max_segments,
+            gso_ipv4_max_size=gso.ipv4_max_size_bytes,
+        )
+    profile, reason = _profile(request, device, kernel, rate, policy)
+    ingress = _ingress(request, device)
+    enforcement = Enforcement.choose(profile, ingress, shadow=policy.shadow)
+    limit = 0 if policy.shadow else resolve_segment_limit(policy, device, rate)
+    tree = None
+    if enforcement.egress_tree is not None:
+        tree = plan_tree(
+            policy,
+            device,
+            kernel,
+            link_rate_bits_per_s=rate,
+            profile=enforcement.egress_tree,
+            segment_limit_bytes=limit,
+        )
+    wanted = Wanted(
+        request=request,
+        device=device,
+        kernel=kernel,
+        policy=policy,
+        profile=profile,
+        profile_reason=reason,
+        ingress=ingress,
+        link_rate_bits_per_s=rate,
+        link_rate_source=rate_source,
+        segment_limit_bytes=limit,
+        gso_before=gso,
+        gso_wanted=capped_gso(gso, limit, device.mtu),
+        egress_tree=tree,
+        report=_EMPTY_REPORT,
+    )
+    return dataclasses.replace(wanted, report=_report(engine, wanted))
+
+
+_EMPTY_REPORT = AttachPlan(
+    device="",
+    netns=None,
+    profile="",
+    profile_reason="",
+    ingress="",
+    link_rate_bits_per_s=0,
+    link_rate_source="",
+    segment_limit_bytes=0,
+    segment_limit_note="",
+    policy_source="",
+    policy_digest="",
+    classes=(),
+    steps=(),
+    warnings=(),
+)
+
+
+def _link_rate(request: AttachRequest, device: DeviceFacts) -> tuple[int, str]:
+    if request.link_rate_bits_per_s is not None:
+        return request.link_rate_bits_per_s, "given"
+    if device.speed_bits_per_s:
+        return device.speed_bits_per_s, "read from the device"
+    raise InputError(
+        "link-rate-unknown",
+        f"{device.name} has no speed that can be believed"
+        f"{f' (a {device.kind} device)' if device.kind else ''}.",
+        hint=f"shapectl attach {device.name} --link-rate 10gbit",
+    )
+
+
+def _policy(request: AttachRequest, link_rate_bits_per_s: int) -> Policy:
+    text, source = read_policy(request.policy_path)
+    policy = load_policy_text(text, source, link_rate_bits_per_s)
+    changes: dict[str, object] = {"shadow": request.shadow or policy.shadow}
+    if request.egress_mark_mask is not None:
+        changes["egress_mark_mask"] = request.egress_mark_mask
+    if request.ingress_mark_mask is not None:
+        changes["ingress_mark_mask"] = request.ingress_mark_mask
+    if request.segment_limit is not None:
+        changes["segment_limit_bytes"] = _segment_limit(request.segment_limit)
+    return dataclasses.replace(policy, **changes)  # type: ignore[arg-type]
+
+
+def _segment_limit(text: str) -> int | None:
+    if text == "auto":
+        return None
+    return 0 if text == "off" else parse_size(text)
+
+
+def _profile(
+    request: AttachRequest,
+    device: DeviceFacts,
+    kernel: KernelFacts,
+    rate: int,
+    policy: Policy,
+) -> tuple[Profile, str]:
+    asked = None
+    if request.profile is not None:
+        try:
+            asked = Profile(request.profile)
+        except ValueError as error:
+            raise InputError(
+                "bad-profile",
+                f"{request.profile!r} is no profile.",
+                hint=f"one of {', '.join(one.value for one in Profile)}",
+            ) from error
+    profile, reason = choose_profile(device, kernel, asked, rate)
+    if policy.shadow:
+        reason += "; shadow: no qdisc is touched"
+    return profile, reason
+
+
+def _ingress(request: AttachRequest, device: DeviceFacts) -> IngressMode:
+    try:
+        ingress = IngressMode(request.ingress)
+    except ValueError as error:
+        raise InputError(
+            "bad-ingress-mode",
+            f"{request.ingress!r} is no way to treat what arrives.",
+            hint=f"one of {', '.join(one.value for one in IngressMode)}",
+        ) from error
+    if ingress is IngressMode.IFB and device.l3_only:
+        raise InputError(
+            "ifb-needs-link-header",
+            f"{device.name} has no link-layer header, which a redirect to an IFB needs.",
+            hint=f"shapectl attach {device.name} --ingress police",
+        )
+    return ingress
+
+
+def _refuse_foreign(
+    rtnl: Rtnl, device: DeviceFacts, request: AttachRequest, policy: Policy
+) -> None:
+    """Refuse what is not ours and would be lost or in the way."""
+    snapshot = qdisc.dump_tree(rtnl, device.index)
+    touches_root = not policy.shadow and request.profile != Profile.POLICE
+    if touches_root and not qdisc.is_default_root(snapshot):
+        root = snapshot.root
+        name = f"{root.kind} {root.handle >> 16:x}:" if root else "unknown"
+        raise ConflictError(
+            "qdisc-busy",
+            f'Cannot attach to {device.name}: root qdisc "{name}" is not ours.',
+            hint=f"shapectl attach {device.name} --profile police leaves qdiscs alone; or remove "
+            f"it: tc qdisc del dev {device.name} root",
+        )
+    hook = snapshot.hook
+    if hook is not None and hook.kind != "clsact":
+        raise ConflictError(
+            "ingress-qdisc-foreign",
+            f'The "{hook.kind}" qdisc of {device.name} is owned by someone else, and clsact would '
+            "take its place.",
+            hint=f"see who uses it: tc filter show dev {device.name} ingress",
+        )
+    for direction in Direction:
+        found = filters.list_filters(rtnl, device.index, direction)
+        holder = filters.find_ours(found)
+        if holder is not None:
+            raise ConflictError(
+                "filter-slot-foreign",
+                f"Our filter slot on {device.name} is taken: {holder}.",
+                hint=f"shapectl detach {device.name}, if it is left from a shapectl that died",
+            )
+        if request.ingress == IngressMode.IFB and direction is Direction.INGRESS and found:
+            raise ConflictError(
+                "ifb-hook-shared",
+                f"{device.name} has other ingress filters, and they would see no packet after a "
+                f"redirect: {found[0]}.",
+                hint=f"shapectl attach {device.name} --ingress police",
+            )
+
+
+def _leaf_text(leaf: LeafPlan | None) -> str:
+    if leaf is None:
+        return "none"
+    if leaf.kind == "fq_codel":
+        return f"fq_codel target {leaf.target_us}us interval {leaf.interval_us}us"
+    return f"{leaf.kind} {leaf.limit_bytes} bytes"
+
+
+def _class_rows(wanted: Wanted) -> tuple[ClassPlanRow, ...]:
+    rows = []
+    tree = wanted.egress_tree
+    nodes = {node.minor: node for node in tree.classes} if tree else {}
+    for one in wanted.policy.classes:
+        burst, quantum, queue, burst_us = 0, 0, "the device's own", 0.0
+        by = "token bucket" if one.ceiling_bits_per_s < wanted.link_rate_bits_per_s else "none"
+        node = nodes.get(live_minor(one.number))
+        if node is not None and tree is not None:
+            burst, quantum = node.burst_bytes, node.quantum_bytes
+            burst_us = 1e6 * burst / node.ceil_bytes_per_s
+            queue = _leaf_text(node.leaf)
+            by = f"htb class {tree.handle:x}:{node.minor:x}"
+        elif tree is not None and tree.bands:
+            band = (tree.priorities[one.name] & 0xFFFF) - 1
+            queue = f"band {band}: {_leaf_text(tree.bands[band])}"
+        rows.append(
+            ClassPlanRow(
+                name=one.name,
+                number=one.number,
+                guarantee_bits_per_s=one.guarantee_bits_per_s,
+                ceiling_bits_per_s=one.ceiling_bits_per_s,
+                safe_ceiling_bits_per_s=one.safe_ceiling_bits_per_s,
+                burst_bytes=burst,
+                burst_us=round(burst_us, 1),
+                quantum_bytes=quantum,
+                queue=queue,
+                enforced_by="nobody (shadow)" if wanted.policy.shadow else by,
+            )
+        )
+    return tuple(rows)
+
+
+def _report(engine: Engine, wanted: Wanted) -> AttachPlan:
+    policy = wanted.policy
+    limit = wanted.segment_limit_bytes
+    note = "off: the device's own limit stays"
+    if limit:
+        slot_us = limit * 8e6 / wanted.link_rate_bits_per_s
+        note = f"{limit} bytes hold the wire for {slot_us:.0f} us; {_SEGMENT_COST}"
+    return AttachPlan(
+        device=wanted.device.name,
+        netns=engine.netns,
+        profile=wanted.profile.value,
+        profile_reason=wanted.profile_reason,
+        ingress=wanted.ingress.value,
+        link_rate_bits_per_s=wanted.link_rate_bits_per_s,
+        link_rate_source=wanted.link_rate_source,
+        segment_limit_bytes=limit,
+        segment_limit_note=note,
+        policy_source=policy.source,
+        policy_digest=policy.digest,
+        classes=_class_rows(wanted),
+        steps=_steps(wanted),
+        warnings=_plan_warnings(wanted),
+    )
+
+
+def _steps(wanted: Wanted) -> tuple[str, ...]:
+    device = wanted.device.name
+    steps = ["compile the classifier, or take it from the cache", "make and pin the maps"]
+    if wanted.gso_wanted != wanted.gso_before:
+        steps.append(
+            f"set gso_max_size of {device} from {wanted.gso_before.max_size_bytes} to "
+            f"{wanted.gso_wanted.max_size_bytes}, gso_max_segs from "
+            f"{wanted.gso_before.max_segments} to {wanted.gso_wanted.max_segments}"
+        )
+    if wanted.egress_tree is not None:
+        steps.append(
+            f"replace the root qdisc of {device} by {wanted.profile.value} "
+            f"{wanted.egress_tree.handle:x}: for {format_rate(wanted.link_rate_bits_per_s)} on the "
+            "wire, 24 bytes per frame of preamble, FCS and gap counted (what the old root holds "
+            "at that moment is lost)"
+        )
+    if wanted.enforcement.ingress_tree is not None:
+        steps.append(f"make an IFB with an HTB tree for what arrives on {device}")
+    steps.append(f"add clsact to {device} unless it is there, and one filter per direction")
+    if wanted.gso_wanted != wanted.gso_before:
+        steps.append("let living IPv4 flows look up their route again (they take up the limit)")
+    if wanted.request.reroute_ipv6:
+        steps.append("add and remove one IPv6 host route per prefix, for living IPv6 flows")
+    steps.append("read everything back")
+    return tuple(steps)
+
+
+def _plan_warnings(wanted: Wanted) -> tuple[str, ...]:
+    found = []
+    if wanted.ingress is IngressMode.IFB:
+        found.append(
+            f"the IFB redirect is renewed by attaching again within "
+            f"{wanted.request.ingress_lease_s:.0f} s; past that the kernel polices instead"
+        )
+    if not wanted.device.up:
+        found.append(f"{wanted.device.name} is down")
+    limited = any(one.ingress_ceiling_bits_per_s for one in wanted.policy.classes)
+    if limited and wanted.ingress is IngressMode.COUNT:
+        found.append("the policy has ingress ceilings, but what arrives is only counted")
+    return tuple(found)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From policy and plan to the records that the maps hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shapeagent.kernel import abi
+from shapeagent.kernel.cgroup import CgroupRef
+from shapeagent.kernel.datapath import RuleWrite
+from shapeagent.model.types import (
+    DeviceFacts,
+    Direction,
+    IngressMode,
+    KernelFacts,
+    Policy,
+    Profile,
+    TrafficClass,
+    TreePlan,
+)
+from shapeagent.policy.meters import budget_for, meter_for
+from shapeagent.policy.rules import RuleTables
+
+# New flows per CPU and second that may enter the cache: a scan or SYN flood
+# beyond it goes uncached, and live flows stay (F41). An LRU of 131,072
+# entries then holds at least 6 s of flood.
+INSERTS_PER_S = 20_000
+HOLD_S = 1.0  # a moved flow stays at least so long, whatever the policy's hold
+
+_INGRESS_MODES = {
+    IngressMode.COUNT: abi.SHP_INGRESS_COUNT,
+    IngressMode.POLICE: abi.SHP_INGRESS_POLICE,
+    IngressMode.IFB: abi.SHP_INGRESS_IFB,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The ceilings of one class in one direction, bits per second, and the lease's deadline."""
+
+    live_bits_per_s: int
+    safe_bits_per_s: int
+    deadline_jiffies: int = 0  # 0 = no lease
+
+
+def rule_write(
+    tables: RuleTables, resolve: Callable[[str], CgroupRef | None]
+) -> tuple[RuleWrite, int, tuple[str, ...]]:
+    """Return the rules as the maps take them, the cgroup levels, and cgroups not found.
+
+    Args:
+        resolve: cgroup path → id and level now, None where there is none.
+    """
+    cgroups, levels, missing = [], 0, []
+    for path, rule, directions in tables.cgroups:
+        found = resolve(path)
+        if found is None:
+            missing.append(path)
+            continue
+        cgroups.append((found.id, rule, directions))
+        levels |= 1 << found.level
+    flags = 0
+    if tables.has_mark:
+        flags |= abi.SHP_F_RULE_MARK
+    if cgroups:
+        flags |= abi.SHP_F_RULE_CGROUP
+    if tables.has_dscp:
+        flags |= abi.SHP_F_RULE_DSCP
+    if tables.datagrams_look:
+        flags |= abi.SHP_F_DGRAM_LOOK
+    write = RuleWrite(
+        ports=tables.ports,
+        fields=tables.fields,
+        marks=tables.marks,
+        cgroups=cgroups,
+        rules=[(number, class_number, int(code)) for number, class_number, code in tables.rules],
+        flags=flags,
+    )
+    return write, levels, tuple(missing)
+
+
+def config_record(
+    policy: Policy,
+    device: DeviceFacts,
+    kernel: KernelFacts,
+    *,
+    profile: Profile,
+    ingress: IngressMode,
+    segment_limit_bytes: int,
+    cgroup_levels: int,
+    ifb_index: int = 0,
+    ifb_lease_jiffies: int = 0,
+) -> abi.Config:
+    """Return the configuration record of an interface."""
+    per_second = round(1e9 / kernel.jiffy_ns)
+    holds = [c.budget.hold_s for c in policy.classes if c.budget is not None]
+    return abi.Config(
+        tick_ns=kernel.jiffy_ns,
+        hold_jiffies=round(max([HOLD_S, *holds]) * per_second),
+        insert_window_jiffies=per_second,
+        insert_limit=INSERTS_PER_S,
+        ifb_lease_jiffies=ifb_lease_jiffies,
+        ifb_ifindex=ifb_index,
+        segment_limit_bytes=segment_limit_bytes,
+        egress_mark_mask=policy.egress_mark_mask,
+        ingress_mark_mask=policy.ingress_mark_mask,
+        cgroup_levels=cgroup_levels,
+        l3_device=device.l3_only,
+        default_class=policy.class_named(policy.default_class).number,
+        control_class=policy.class_named(policy.control_class).number,
+        ingress_mode=_INGRESS_MODES[ingress],
+        write_priority=profile is not Profile.POLICE and not policy.shadow,
+    )
+
+
+def class_record(
+    policy: Policy,
+    traffic_class: TrafficClass,
+    direction: Direction,
+    ceilings: Ceilings,
+    *,
+    kernel: KernelFacts,
+    link_rate_bits_per_s: int,
+    tree: TreePlan | None,
+    metered: bool,
+) -> abi.Class:
+    """Return one class of one direction.
+
+    Args:
+        tree: the qdisc tree that reads skb->priority in this direction, if any.
+        metered: the program itself holds the ceilings; else the tree holds the
+            live one, and a safe one above it by the twin leaf.
+    """
+    record = abi.Class(
+        dscp=abi.SHP_NO_DSCP if traffic_class.dscp is None else traffic_class.dscp,
+        mark=traffic_class.mark or 0,
+        deadline_jiffies=ceilings.deadline_jiffies,
+        overflow_class=traffic_class.number,
+    )
+    if direction is Direction.INGRESS:
+        record.dscp = abi.SHP_NO_DSCP
+    if tree is not None:
+        record.live_priority = tree.priorities.get(traffic_class.name, 0)
+        record.safe_priority = tree.safe_priorities.get(traffic_class.name, record.live_priority)
+    if traffic_class.budget is not None:
+        budget = budget_for(traffic_class.budget, kernel.jiffy_ns)
+        record.budget_cost = budget.cost
+        record.budget_burst_ns = budget.burst_ns
+        record.overflow_class = policy.class_named(traffic_class.budget.overflow_class).number
+    _set_meters(record, ceilings, link_rate_bits_per_s, metered, tree)
+    return record
+
+
+def _set_meters(
+    record: abi.Class,
+    ceilings: Ceilings,
+    link_rate_bits_per_s: int,
+    metered: bool,
+    tree: TreePlan | None,
+) -> None:
+    live = meter_for(ceilings.live_bits_per_s)
+    safe = meter_for(ceilings.safe_bits_per_s)
+    record.live_cost, record.live_ce_ns, record.live_drop_ns = live.cost, live.ce_ns, live.drop_ns
+    record.safe_cost, record.safe_ce_ns, record.safe_drop_ns = safe.cost, safe.ce_ns, safe.drop_ns
+    if metered and ceilings.live_bits_per_s < link_rate_bits_per_s:
+        record.flags |= abi.SHP_C_METER_LIVE
+    if ceilings.safe_bits_per_s < (link_rate_bits_per_s if metered else ceilings.live_bits_per_s):
+        record.flags |= abi.SHP_C_METER_SAFE
+    if tree is not None and ceilings.safe_bits_per_s > ceilings.live_bits_per_s:
+        record.flags |= abi.SHP_C_TWIN_SAFE
