@@ -13,6 +13,13 @@
 
 #define SHP_ABI_VERSION 1
 
+/* Slots of the map again: programs that begin anew after a pull. */
+#define SHP_AGAIN_EGRESS 0
+#define SHP_AGAIN_INGRESS 1
+#define SHP_AGAIN_EXPLAIN_OUT 2
+#define SHP_AGAIN_EXPLAIN_IN 3
+#define SHP_AGAIN_SLOTS 4
+
 #define SHP_EGRESS 0
 #define SHP_INGRESS 1
 

@@ -91,6 +91,17 @@ static __always_inline void budget_move(struct shp_packet *pkt,
 		flow->word = flow_word(pkt, v);
 }
 
+/* Control is never held to a budget, and what was not parsed has no source. */
+static __always_inline int budget_applies(const struct shp_packet *pkt,
+					  const struct shp_class *c,
+					  const struct shp_verdict *v)
+{
+	if (v->code == SHP_V_MOVED)
+		return 1;
+	return c->budget_cost && v->code != SHP_V_CONTROL && !pkt->parsed &&
+	       !pkt->later_frag;
+}
+
 /*
  * Charge the packet to its source in its home class: the class that was
  * decided, or the one that a moved flow has left. What is over moves or
@@ -109,8 +120,7 @@ static __always_inline int budget_apply(struct __sk_buff *skb,
 	struct shp_class *c = classes.lookup(&slot);
 	struct shp_moved *moved;
 
-	if (!c || !c->budget_cost || v->code == SHP_V_CONTROL ||
-	    pkt->parsed || pkt->later_frag)
+	if (!c || !c->budget_cost)
 		return 0;
 	if (budget_conforms(skb, pkt, cfg, c, home, dir, bytes))
 		return 0;

@@ -3,9 +3,21 @@
  * From a parsed packet to a class. `learn` is a constant: 0 compiles the
  * program that explains, which shares every step but neither caches, counts
  * nor spends.
+ *
+ * The cache says which questions are still open (pkt->ask), and each is
+ * asked in one place and one order: rules, exact hosts and pairs, prefixes,
+ * the manual map, the default class.
  */
 #ifndef SHP_CLASSIFY_H
 #define SHP_CLASSIFY_H
+
+#define CLASSIFY_RULES (1 << 0)
+#define CLASSIFY_EXACT (1 << 1)
+#define CLASSIFY_PREFIX (1 << 2)
+#define CLASSIFY_MANUAL (1 << 3)
+#define CLASSIFY_KEEP (1 << 4)		/* no answer: what is cached stays */
+#define CLASSIFY_LISTS (CLASSIFY_EXACT | CLASSIFY_PREFIX | CLASSIFY_MANUAL)
+#define CLASSIFY_ALL (CLASSIFY_RULES | CLASSIFY_LISTS)
 
 static __always_inline void classify_default(const struct shp_config *cfg,
 					     struct shp_verdict *v)
@@ -13,109 +25,94 @@ static __always_inline void classify_default(const struct shp_config *cfg,
 	whitelist_set(v, cfg->default_class, SHP_V_DEFAULT, 0, 0);
 }
 
-/* Design 4: control, mark, cgroup, DSCP, ports, whitelist, default. */
-static __always_inline void classify_slow(struct __sk_buff *skb,
-					  struct shp_packet *pkt,
-					  const struct shp_config *cfg,
-					  __u32 dir,
-					  struct shp_verdict *v)
+/* Control, mark, cgroup, DSCP, ports, protocol (design 4). */
+static __always_inline int classify_by_rules(struct __sk_buff *skb,
+					     struct shp_packet *pkt,
+					     const struct shp_config *cfg,
+					     __u32 dir, struct shp_verdict *v)
 {
 	__u32 found, slot;
 	struct shp_rule *rule;
 
-	if (rules_is_control(pkt)) {
-		whitelist_set(v, cfg->control_class, SHP_V_CONTROL, 0, 0);
-		return;
-	}
+	if (rules_is_control(pkt))
+		return whitelist_set(v, cfg->control_class, SHP_V_CONTROL, 0, 0);
 	found = rules_find(skb, pkt, cfg, dir);
+	if (found == RULES_NONE)
+		return 0;
 	slot = rules_half(pkt) * SHP_MAX_RULES + found;
-	rule = found == RULES_NONE ? NULL : rules.lookup(&slot);
-	if (rule) {
-		whitelist_set(v, rule->class_id, rule->code, found, 0);
-		return;
-	}
-	if (whitelist_exact(pkt, v) ||
-	    whitelist_prefix(pkt, v) ||
-	    whitelist_manual(pkt, v))
-		return;
-	classify_default(cfg, v);
+	rule = rules.lookup(&slot);
+	if (!rule)
+		return 0;
+	return whitelist_set(v, rule->class_id, rule->code, found, 0);
 }
 
-/* A single host or pair came or went: look again, keep the rest. */
-static __always_inline void classify_new_epoch(struct shp_packet *pkt,
-					       struct shp_verdict *v, __u32 code)
+/* Ask what is open, first answer wins. */
+static __always_inline void classify_ask(struct __sk_buff *skb,
+					 struct shp_packet *pkt,
+					 const struct shp_config *cfg,
+					 __u32 dir, struct shp_verdict *v)
 {
-	pkt->learn = 1;
-	if (!whitelist_exact(pkt, v) &&
-	    (code == SHP_V_PAIR || code == SHP_V_HOST))
-		pkt->decided = 0;
-}
-
-/*
- * Nothing of ours decided this flow. Nobody tells us when an operator fills
- * the manual map, so it is read again once per jiffy: a lookup that misses
- * costs 24 ns, a jiffy is at most 10 ms.
- */
-static __always_inline void classify_undecided(struct shp_packet *pkt,
-					       const struct shp_config *cfg,
-					       struct shp_flow *flow,
-					       struct shp_verdict *v,
-					       __u32 code, int stale)
-{
-	if (stale && whitelist_exact(pkt, v)) {
-		pkt->learn = 1;
+	if ((pkt->ask & CLASSIFY_RULES) &&
+	    classify_by_rules(skb, pkt, cfg, dir, v))
 		return;
-	}
-	if (!stale && flow->expires_jiffies == pkt->now)
+	packet_forget();
+	if ((pkt->ask & CLASSIFY_EXACT) && whitelist_exact(pkt, v))
 		return;
-	if (!whitelist_manual(pkt, v))
+	packet_forget();
+	if ((pkt->ask & CLASSIFY_PREFIX) && whitelist_prefix(pkt, v))
+		return;
+	packet_forget();
+	if ((pkt->ask & CLASSIFY_MANUAL) && whitelist_manual(pkt, v))
+		return;
+	packet_forget();
+	if (!(pkt->ask & CLASSIFY_KEEP))
 		classify_default(cfg, v);
-	if (stale || v->code != code)
-		pkt->learn = 1;
-	else if (pkt->may_write)
-		flow->expires_jiffies = pkt->now;
 }
 
 /*
- * Use a cached decision if it still holds: sets pkt->decided, and pkt->learn
- * when *v differs from what is cached. Rules do not age with the epoch.
+ * What a cached decision of the current generation leaves open. `stale`: a
+ * single host or pair came or went since. Nobody tells us when an operator
+ * fills the manual map, so it is read again once per jiffy: a miss costs
+ * 24 ns, a jiffy is at most 10 ms.
  */
+static __always_inline __u32 classify_open(struct shp_packet *pkt,
+					   const struct shp_flow *flow,
+					   __u32 code, int stale)
+{
+	if (code < SHP_V_PAIR && code != SHP_V_DEFAULT)
+		return 0;		/* rules do not age with the epoch */
+	if (code == SHP_V_DEFAULT || code == SHP_V_MANUAL) {
+		if (stale)
+			return CLASSIFY_EXACT | CLASSIFY_MANUAL;
+		return flow->expires_jiffies == pkt->now ? 0 : CLASSIFY_MANUAL;
+	}
+	if (!whitelist_is_live(pkt, flow->expires_jiffies))
+		return CLASSIFY_LISTS;
+	if (!stale)
+		return 0;
+	return code == SHP_V_PREFIX ? CLASSIFY_EXACT | CLASSIFY_KEEP :
+				      CLASSIFY_LISTS;
+}
+
+/* Take *v from the cache, with what is still to be asked in pkt->ask. */
 static __always_inline void classify_cached(struct shp_packet *pkt,
-					    const struct shp_config *cfg,
-					    struct shp_flow *flow,
+					    const struct shp_flow *flow,
 					    struct shp_verdict *v)
 {
 	__u64 stale = (flow->word ^ packet_ctl(pkt)) >> SHP_GEN_SHIFT;
-	__u32 code;
 
 	pkt->cached = 1;
 	flow_unpack(flow->word, v);
-	code = v->code;
-	if (stale & ((1ULL << SHP_GEN_BITS) - 1))
-		return;
-	pkt->decided = 1;
-	if ((code < SHP_V_PAIR && code != SHP_V_DEFAULT) ||
-	    code == SHP_V_MOVED)
-		return;
-	if (code == SHP_V_DEFAULT || code == SHP_V_MANUAL) {
-		classify_undecided(pkt, cfg, flow, v, code, stale != 0);
-		return;
-	}
-	if (!whitelist_is_live(pkt, flow->expires_jiffies)) {
-		pkt->decided = 0;
-		return;
-	}
 	v->expires_jiffies = flow->expires_jiffies;
-	if (stale)
-		classify_new_epoch(pkt, v, code);
+	if (!(stale & ((1ULL << SHP_GEN_BITS) - 1)))
+		pkt->ask = classify_open(pkt, flow, v->code, stale != 0);
 }
 
 /*
  * A flow that was moved stays moved until its hold is over. Returns 1 when
  * *v is the overflow class of the class in which the flow is at home.
  */
-static __always_inline int classify_moved(struct shp_packet *pkt,
-					  __u32 dir,
+static __always_inline int classify_moved(struct shp_packet *pkt, __u32 dir,
 					  struct shp_verdict *v)
 {
 	struct shp_moved *moved = flow_find_moved(pkt);
@@ -147,10 +144,20 @@ static __always_inline int classify_may_cache(struct shp_packet *pkt)
 {
 	if (pkt->tcp_syn || pkt->first_frag)
 		return 0;
-	return pkt->protocol == IPPROTO_TCP || !(packet_ctl(pkt) & SHP_F_DGRAM_LOOK);
+	return pkt->protocol == IPPROTO_TCP ||
+	       !(packet_ctl(pkt) & SHP_F_DGRAM_LOOK);
 }
 
-/* Decide by cache, else by the slow path. */
+/* A TCP flow may be moved if the cache says so or says nothing. */
+static __always_inline int classify_may_be_moved(struct shp_packet *pkt,
+						 const struct shp_verdict *v)
+{
+	if (pkt->protocol != IPPROTO_TCP)
+		return 0;
+	return !pkt->cached || v->code == SHP_V_MOVED;
+}
+
+/* Decide by cache, else by asking. */
 static __always_inline void classify_flow(struct __sk_buff *skb,
 					  struct shp_packet *pkt,
 					  const struct shp_config *cfg,
@@ -158,23 +165,26 @@ static __always_inline void classify_flow(struct __sk_buff *skb,
 {
 	struct shp_flow *flow;
 
+	pkt->ask = CLASSIFY_ALL;
 	if (classify_may_cache(pkt)) {
 		flow = flow_find(pkt);
 		if (flow)
-			classify_cached(pkt, cfg, flow, v);
+			classify_cached(pkt, flow, v);
 	}
 	packet_forget();
-	if (pkt->decided && v->code == SHP_V_MOVED &&
-	    !classify_moved(pkt, dir, v))
-		pkt->decided = 0;
-	packet_forget();
-	if (pkt->decided)
+	if (classify_may_be_moved(pkt, v)) {
+		if (classify_moved(pkt, dir, v))
+			pkt->ask = 0;
+		else
+			pkt->ask = CLASSIFY_ALL;
+		packet_forget();
+	}
+	if (!pkt->ask) {
+		pkt->learn = !pkt->cached;	/* moved, and the cache forgot */
 		return;
-	classify_slow(skb, pkt, cfg, dir, v);
+	}
+	classify_ask(skb, pkt, cfg, dir, v);
 	pkt->learn = 1;
-	packet_forget();
-	if (pkt->protocol == IPPROTO_TCP && v->code != SHP_V_CONTROL)
-		classify_moved(pkt, dir, v);
 }
 
 /* Fill *v. Returns a note code or 0. */
@@ -192,7 +202,6 @@ static __always_inline int classify_packet(struct __sk_buff *skb,
 		flow_follow_first(pkt, cfg, dir, v);
 		return 0;
 	}
-	pkt->may_write = learn;
 	classify_flow(skb, pkt, cfg, dir, v);
 	packet_forget();
 	if (!learn)

@@ -86,12 +86,17 @@ static __always_inline int flow_learn(struct shp_packet *pkt,
 		.expires_jiffies = v->expires_jiffies,
 	};
 	struct shp_flow *known;
+	int in_place = !flow.expires_jiffies;
 
+	if (v->code == SHP_V_DEFAULT || v->code == SHP_V_MANUAL) {
+		flow.expires_jiffies = pkt->now;
+		in_place = 1;
+	}
 	if (pkt->cached) {
 		known = flow_find(pkt);
-		if (known && !flow.expires_jiffies) {
+		if (known && in_place) {
 			known->word = flow.word;
-			known->expires_jiffies = 0;
+			known->expires_jiffies = flow.expires_jiffies;
 			return 0;
 		}
 	} else if (!flow_may_insert(pkt, cfg)) {

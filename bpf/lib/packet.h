@@ -29,6 +29,7 @@ struct shp_packet {
 	__u32 l4_room;		/* bytes that the IP header says follow */
 	__u32 header_bytes;	/* link layer to end of L4, for GSO on ingress */
 	__u32 frag_id_be;
+	__u32 ask;		/* CLASSIFY_*: what the cache leaves open */
 	__u32 found;		/* rule found so far */
 	__u32 parsed;		/* 0, or the code that ends classification */
 	__u8 is_v6;
@@ -40,9 +41,7 @@ struct shp_packet {
 	__u8 later_frag;
 	__u8 encap_note;	/* SHP_N_ENCAP_* or 0 */
 	__u8 cached;		/* the flow cache has an entry */
-	__u8 decided;		/* ... whose decision holds */
-	__u8 may_write;		/* 0 in the program that explains */
-	__u8 learn;		/* the decision is not what the cache says */
+	__u8 learn;		/* the decision may not be what the cache says */
 	__u8 control;		/* control protocol known by L2 or L3 alone */
 };
 

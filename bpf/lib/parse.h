@@ -305,28 +305,23 @@ static __always_inline int parse_linear(struct __sk_buff *skb,
 }
 
 /*
- * Fill *pkt. A header that lies behind the linear area (header-data split,
- * AF_PACKET rings) is not truncated: pull it in and look again, once. The
- * length is explicit, since bpf_skb_pull_data(skb, 0) pulls nothing new.
+ * True where a header may lie behind the linear area (header-data split,
+ * AF_PACKET rings): not truncated, but to be pulled in first.
  */
-static __always_inline void parse_packet(struct __sk_buff *skb,
-					 struct shp_packet *pkt, __u32 l3_device,
-					 __u32 dir)
+static __always_inline int parse_needs_pull(struct __sk_buff *skb,
+					    const struct shp_packet *pkt)
 {
+	__u32 linear = skb->data_end - skb->data;
 
-#pragma clang loop unroll(disable)
-	for (int i = 0; i < 2; i++) {
-		__u32 code = parse_linear(skb, pkt, l3_device, dir);
+	return pkt->parsed == SHP_V_TRUNCATED && linear < skb->len &&
+	       linear < PARSE_PULL_BYTES;
+}
 
-		pkt->parsed = code;
-		packet_forget();
-		if (code != SHP_V_TRUNCATED || i ||
-		    skb->len <= skb->data_end - skb->data)
-			break;
-		if (bpf_skb_pull_data(skb, skb->len < PARSE_PULL_BYTES ?
-					   skb->len : PARSE_PULL_BYTES))
-			break;
-	}
+/* The length is explicit: bpf_skb_pull_data(skb, 0) pulls nothing new. */
+static __always_inline int parse_pull(struct __sk_buff *skb)
+{
+	return bpf_skb_pull_data(skb, skb->len < PARSE_PULL_BYTES ?
+					      skb->len : PARSE_PULL_BYTES);
 }
 
 #endif

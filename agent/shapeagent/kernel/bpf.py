@@ -55,6 +55,7 @@ TCX_EGRESS = 47
 class MapType(IntEnum):
     HASH = 1
     ARRAY = 2
+    PROG_ARRAY = 3
     PERCPU_ARRAY = 6
     LRU_HASH = 9
     LPM_TRIE = 11
@@ -591,7 +592,7 @@ def run_program(
 def query_tcx(ifindex: int, attach_type: int) -> tuple[int, ...]:
     """Return the program ids on a tcx hook, which no tc of Debian 12 shows.
 
-    Returns an empty tuple where the kernel has no tcx (before 6.6).
+    Returns an empty tuple where the kernel has no tcx (before 6.6) or no such device.
     """
     ids = ctypes.create_string_buffer(4 * 64)
     attr = _Attr(64)
@@ -600,7 +601,7 @@ def query_tcx(ifindex: int, attach_type: int) -> tuple[int, ...]:
     try:
         bpf_call(_PROG_QUERY, attr)
     except OSError as error:
-        if error.errno in (errno.EINVAL, errno.ENOENT, errno.EOPNOTSUPP):
+        if error.errno in (errno.EINVAL, errno.ENOENT, errno.ENODEV, errno.EOPNOTSUPP):
             return ()
         _raise_named(error, "query tcx programs")
     count = struct.unpack_from("=I", attr, 24)[0]

@@ -200,6 +200,9 @@ def load_image(
     try:
         for name in programs:
             loaded[name] = _load_one(name, image.programs[name], maps, btf_fd)
+            if name in PROGRAMS:  # where it begins anew after a pull
+                slot = PROGRAMS.index(name).to_bytes(4, "little")
+                bpf.update(maps["again"], slot, loaded[name].fd.to_bytes(4, "little"))
     except BaseException:
         bpf.close_all([program.fd for program in loaded.values()])
         raise

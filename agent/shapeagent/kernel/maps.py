@@ -106,6 +106,7 @@ SHAPES: Mapping[str, MapShape] = {
     "counts": _array(_size(abi.Count), 2 * abi.SHP_MAX_CLASSES, MapType.PERCPU_ARRAY),
     "reasons": _array(_U64, 2 * CODE_SLOTS, MapType.PERCPU_ARRAY),
     "inserts": _array(_size(abi.Inserts), 1, MapType.PERCPU_ARRAY),
+    "again": _array(_U32, abi.SHP_AGAIN_SLOTS, MapType.PROG_ARRAY),
     "scratch": _array(_size(abi.Scratch), 2, MapType.PERCPU_ARRAY),
     **{
         kind.name: MapShape(MapType.ARRAY_OF_MAPS, _U32, _U32, kind.slots, 0)

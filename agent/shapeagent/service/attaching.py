@@ -42,14 +42,14 @@ class _Undo:
     def add(self, step: Callable[[], object]) -> None:
         self._steps.append(step)
 
-    def run(self) -> list[str]:
-        """Undo everything; returns what could not be undone."""
-        failed = []
+    def run(self) -> list[ShapeError | OSError]:
+        """Undo everything; returns why some of it could not be undone."""
+        failed: list[ShapeError | OSError] = []
         for step in reversed(self._steps):
             try:
                 step()
             except (ShapeError, OSError) as error:
-                failed.append(str(error))
+                failed.append(error)
         self._steps.clear()
         return failed
 
@@ -70,14 +70,26 @@ def attach(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> AttachReport:
         state = _build(engine, rtnl, store, wanted, image, undo)
     except BaseException as error:
         left = undo.run()
-        if left and isinstance(error, ShapeError):
+        if not isinstance(error, ShapeError):
+            raise
+        if _is_gone(rtnl, wanted.device.index):
+            # what was on the device went with it: that it cannot be undone is no news (C34)
+            left = [one for one in left if getattr(one, "reference", "") != "interface-gone"]
+            error = FailedError(
+                "interface-gone",
+                f"{wanted.device.name} went away while shapectl was attaching.",
+                hint="See `ip link` and try again.",
+                details=(error.message,),
+            )
+        if left:
             raise FailedError(
                 error.reference,
-                f"{error.message} Not all of it could be undone: {'; '.join(left)}.",
+                f"{error.message} Not all of it could be undone: "
+                f"{'; '.join(str(one) for one in left)}",
                 hint=error.hint,
                 details=error.details,
             ) from error
-        raise
+        raise error
     return AttachReport(
         plan=wanted.report,
         changed=True,
@@ -87,6 +99,14 @@ def attach(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> AttachReport:
         verified_instructions=dict(state.verified),
         source_digest=state.source_digest,
     )
+
+
+def _is_gone(rtnl: Rtnl, index: int) -> bool:
+    try:
+        link.read_device_by_index(rtnl, index)
+    except ShapeError as error:
+        return error.reference in ("interface-gone", "no-such-device")
+    return False
 
 
 def _initial_state(engine: Engine, wanted: Wanted, image: Image) -> AttachState:
