@@ -74,3 +74,14 @@ def resolve_cgroup(path: str, mount: CgroupMount | None = None) -> CgroupRef:
             hint="Start the service first, or see `systemd-cgls`; a rule can wait for its cgroup.",
         )
     return CgroupRef("/".join(parts), folder.stat().st_ino, mount.root_level + len(parts))
+
+
+def find_cgroup(path: str) -> CgroupRef | None:
+    """Return id and level of a cgroup, None where there is none now.
+
+    Raises: UnsupportedError no-cgroup2.
+    """
+    try:
+        return resolve_cgroup(path)
+    except InputError:
+        return None

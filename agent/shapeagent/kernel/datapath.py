@@ -203,6 +203,16 @@ class Datapath:
             if struct.unpack_from("=QI", key)[1] == half:
                 bpf.delete(fd, key)
 
+    def cgroup_rules(self) -> frozenset[tuple[int, int, int]]:
+        """Return (cgroup id, rule, directions) of the rules in force."""
+        half = self.read_control().active_rules
+        found = set()
+        for key, value in bpf.iterate(self.maps["cgroups"], 16, 8):
+            cgroup, active, _pad = struct.unpack("=QII", key)
+            if active == half:
+                found.add((cgroup, *struct.unpack("=II", value)))
+        return frozenset(found)
+
     def replace_lists(self, tables: lists.ListTables) -> None:
         """Put another whitelist in force: old or new for each packet, never a mix."""
         control = self.read_control()

@@ -140,18 +140,27 @@ def capacity_for(count: int) -> int:
     return min(MAX_ENTRIES, count + count // 4 + 1024)
 
 
-def inner_fd(maps: Mapping[str, int], kind: str, slot: int) -> int:
-    """Return a descriptor of the inner map in a slot of an array of maps."""
+def inner_fd(maps: Mapping[str, int], kind: str, slot: int) -> int | None:
+    """Return a descriptor of the inner map in a slot of an array of maps, None if it is empty."""
     raw = bpf.lookup(maps[kind], slot.to_bytes(4, "little"), 4)
-    if raw is None:
-        raise FailedError("list-missing", f"Slot {slot} of {kind} is empty.")
-    return bpf.map_by_id(int.from_bytes(raw, "little"))
+    return None if raw is None else bpf.map_by_id(int.from_bytes(raw, "little"))
+
+
+def _inner_or_new(maps: Mapping[str, int], kind: str, slot: int) -> int:
+    """Return a descriptor of the inner map in a slot; an empty slot gets a map with room."""
+    fd = inner_fd(maps, kind, slot)
+    if fd is None:
+        fd = bpf.create_map(kind, LIST_KINDS[kind].inner_shape(capacity_for(0)))
+        _install(maps, kind, slot, fd)
+    return fd
 
 
 def fill_half(maps: Mapping[str, int], tables: ListTables, active: int) -> None:
     """Put fresh inner maps with these tables into the half `active` (0 or 1).
 
-    Every other slot of that half is empty already: `clear_half` left it so.
+    Every other slot of that half is empty: `clear_half` left it so. An empty
+    slot costs a look-up nothing, and each write waits for an RCU grace period
+    (about 10 ms), so only lists with entries are written.
 
     Raises:
         FailedError: "map-full"; nothing that readers see has changed.
@@ -180,17 +189,12 @@ def fill_half(maps: Mapping[str, int], tables: ListTables, active: int) -> None:
 
 
 def clear_half(maps: Mapping[str, int], kinds: Iterable[tuple[str, int]], active: int) -> None:
-    """Empty the given lists in the half `active`, which no reader uses any more.
+    """Empty the slots of the given lists in the half `active`, which no reader uses any more.
 
     The old maps are freed by the kernel, off the packet path.
     """
     for kind, half in kinds:
-        shape = LIST_KINDS[kind]
-        fd = bpf.create_map(f"{kind}_empty", shape.inner_shape(1))
-        try:
-            _install(maps, kind, 2 * half + active, fd)
-        finally:
-            os.close(fd)
+        bpf.delete(maps[kind], (2 * half + active).to_bytes(4, "little"))
 
 
 def _install(maps: Mapping[str, int], kind: str, slot: int, fd: int) -> None:
@@ -218,7 +222,7 @@ def add_in_place(
     flags = 0
     if bits == len(address) * 8:
         kind = "hosts" + family
-        fd = inner_fd(maps, kind, active)
+        fd = _inner_or_new(maps, kind, active)
         try:
             old = bpf.lookup(fd, address, _HOST.size)
             bpf.update(fd, address, merge_host(old, roles_of(entry), number, expires))
@@ -241,7 +245,7 @@ def add_in_place(
 
 
 def _write(maps: Mapping[str, int], kind: str, slot: int, key: bytes, value: bytes) -> None:
-    fd = inner_fd(maps, kind, slot)
+    fd = _inner_or_new(maps, kind, slot)
     try:
         bpf.update(fd, key, value)
     finally:
@@ -258,6 +262,8 @@ def remove_in_place(maps: Mapping[str, int], entry: WhitelistEntry, active: int)
     family = "4" if len(address) == 4 else "6"
     if bits == len(address) * 8:
         fd = inner_fd(maps, "hosts" + family, active)
+        if fd is None:
+            return False
         try:
             old = bpf.lookup(fd, address, _HOST.size)
             if old is not None:
@@ -276,6 +282,8 @@ def remove_in_place(maps: Mapping[str, int], entry: WhitelistEntry, active: int)
 
 def _erase(maps: Mapping[str, int], kind: str, slot: int, key: bytes) -> None:
     fd = inner_fd(maps, kind, slot)
+    if fd is None:
+        return
     try:
         bpf.delete(fd, key)
     finally:

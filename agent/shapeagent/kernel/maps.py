@@ -118,7 +118,7 @@ SHAPES: Mapping[str, MapShape] = {
 def create_pinned(folder: Path) -> dict[str, int]:
     """Make and pin every map in `folder`. Returns name → descriptor.
 
-    The arrays of maps come back with an empty list in each slot.
+    The slots of the arrays of maps are empty.
 
     Effects: `folder` exists, 0700, with one pin per map.
     Undo: `remove_pins(folder)`.
@@ -144,12 +144,9 @@ def _create(name: str, shape: MapShape) -> int:
 
 
 def _create_outer(kind: ListKind) -> int:
-    inner = bpf.create_map(f"{kind.name}_empty", kind.inner_shape(1))
+    inner = bpf.create_map(kind.name, kind.inner_shape(1))  # only its shape counts
     try:
-        outer = bpf.create_map(kind.name, SHAPES[kind.name], inner_fd=inner)
-        for slot in range(kind.slots):
-            bpf.update(outer, slot.to_bytes(4, "little"), inner.to_bytes(4, "little"))
-        return outer
+        return bpf.create_map(kind.name, SHAPES[kind.name], inner_fd=inner)
     finally:
         os.close(inner)
 

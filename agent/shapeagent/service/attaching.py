@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shapeagent.kernel import bpf, filters, link, maps, qdisc, routes
-from shapeagent.kernel.cgroup import CgroupRef, resolve_cgroup
+from shapeagent.kernel.cgroup import find_cgroup
 from shapeagent.kernel.clock import JiffiesClock
 from shapeagent.kernel.compile import Image, LoadedProgram, find_image, load_image, read_source
 from shapeagent.kernel.datapath import Datapath
 from shapeagent.kernel.probe import ensure_bpffs
 from shapeagent.kernel.rtnl import Rtnl
-from shapeagent.model.errors import ConflictError, FailedError, InputError, ShapeError
+from shapeagent.model.errors import ConflictError, FailedError, ShapeError
 from shapeagent.model.reports import AttachReport, AttachRequest
 from shapeagent.model.types import Direction, IngressMode, Policy, Profile
 from shapeagent.policy.rules import compile_rules
@@ -28,7 +28,7 @@ from shapeagent.service.records import config_record, rule_write
 from shapeagent.service.state import AttachState, StateDir
 
 if TYPE_CHECKING:
-    from shapeagent.service.engine import Engine
+    from shapeagent.service.engine import Attached, Engine
 
 _FILTER_PROGRAMS = {Direction.EGRESS: "shp_egress", Direction.INGRESS: "shp_ingress"}
 
@@ -213,16 +213,9 @@ def _make_ifb(
     return state
 
 
-def _resolve(path: str) -> CgroupRef | None:
-    try:
-        return resolve_cgroup(path)
-    except InputError:
-        return None
-
-
 def _fill(datapath: Datapath, state: AttachState, wanted: Wanted) -> AttachState:
     """Write rules, classes and configuration into maps that nobody reads yet."""
-    write, levels, missing = rule_write(compile_rules(wanted.policy), _resolve)
+    write, levels, missing = rule_write(compile_rules(wanted.policy), find_cgroup)
     datapath.write_control(dataclasses.replace(datapath.read_control(), shadow=state.shadow))
     datapath.replace_rules(write)
     write_classes(datapath, wanted.policy, state)
@@ -346,6 +339,8 @@ def _attach_again(
         changed = state.policy_digest != wanted.policy.digest
         if changed:
             _take_up_policy(attached, wanted)
+        else:
+            changed = _refresh_cgroups(attached)
         if state.ifb_index:
             config = attached.datapath.read_config()
             config.ifb_lease_jiffies = _ifb_lease(state, wanted.request.ingress_lease_s)
@@ -361,6 +356,21 @@ def _attach_again(
         verified_instructions=dict(state.verified),
         source_digest=state.source_digest,
     )
+
+
+def _refresh_cgroups(attached: Attached) -> bool:
+    """Follow cgroups that were made again under their path: they have new ids."""
+    write, levels, missing = rule_write(compile_rules(attached.policy), find_cgroup)
+    if frozenset(write.cgroups) == attached.datapath.cgroup_rules():
+        return False
+    config = attached.datapath.read_config()
+    config.cgroup_levels |= levels  # old rules still ask at their own
+    attached.datapath.write_config(config)
+    attached.datapath.replace_rules(write)
+    config.cgroup_levels = levels
+    attached.datapath.write_config(config)
+    attached.save(dataclasses.replace(attached.state, missing_cgroups=missing))
+    return True
 
 
 def _refuse_other_shape(state: AttachState, wanted: Wanted) -> None:
@@ -396,11 +406,8 @@ def _names(policy: Policy) -> list[str]:
     return [one.name for one in policy.classes]
 
 
-def _take_up_policy(attached: object, wanted: Wanted) -> None:
+def _take_up_policy(attached: Attached, wanted: Wanted) -> None:
     """Put a changed policy in force in place: rules by one switch, rates without loss."""
-    from shapeagent.service.engine import Attached
-
-    assert isinstance(attached, Attached)
     policy, state = wanted.policy, attached.state
     if [one.name for one in attached.policy.classes] != _names(policy):
         raise ConflictError(
@@ -408,7 +415,7 @@ def _take_up_policy(attached: object, wanted: Wanted) -> None:
             f"The classes of {state.device}'s policy come in another order.",
             hint=f"shapectl detach {state.device}, then attach again",
         )
-    write, levels, missing = rule_write(compile_rules(policy), _resolve)
+    write, levels, missing = rule_write(compile_rules(policy), find_cgroup)
     new = dataclasses.replace(
         state,
         policy_source=policy.source,

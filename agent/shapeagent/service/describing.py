@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 from shapeagent.kernel import bpf, filters, qdisc
 from shapeagent.kernel import netns as namespaces
+from shapeagent.kernel.cgroup import find_cgroup
 from shapeagent.kernel.link import read_device_by_index, read_gso
 from shapeagent.model.errors import ShapeError
 from shapeagent.model.reports import ClassStatus, InterfaceStatus
 from shapeagent.model.types import Direction
 from shapeagent.policy.plan import live_minor, twin_minor
+from shapeagent.policy.rules import compile_rules
 from shapeagent.service.ceilings import ceiling_states, tree_of
+from shapeagent.service.records import rule_write
 
 if TYPE_CHECKING:
     from shapeagent.service.engine import Attached
@@ -191,10 +194,21 @@ def _problems(attached: Attached) -> list[str]:
     return found
 
 
+def _stale_cgroups(attached: Attached) -> list[str]:
+    tables = compile_rules(attached.policy)
+    if not tables.has_cgroup:
+        return []
+    write, _levels, _missing = rule_write(tables, find_cgroup)
+    if frozenset(write.cgroups) == attached.datapath.cgroup_rules():
+        return []
+    again = f"shapectl attach {attached.state.device} takes it up"
+    return [f"a cgroup that a rule names came, went or was made again: {again}"]
+
+
 def _warnings(
     attached: Attached, rows: list[ClassStatus], reasons: dict[str, dict[str, int]]
 ) -> list[str]:
-    found = []
+    found = _stale_cgroups(attached)
     egress = [row for row in rows if row.direction == "egress"]
     packets = sum(row.packets for row in egress)
     if packets >= _MIN_PACKETS:
