@@ -222,7 +222,8 @@ struct shp_config {			/* map config, slot 0 */
 	__u8 control_class;
 	__u8 ingress_mode;
 	__u8 write_priority;		/* 1: our qdisc reads skb->priority */
-	__u8 pad[3];
+	__u8 class_count;		/* classes of the policy */
+	__u8 pad[2];
 };
 
 #define SHP_C_METER_LIVE (1 << 0)	/* the live ceiling is metered here */

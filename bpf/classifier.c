@@ -211,6 +211,9 @@ static __always_inline int shape(struct __sk_buff *skb, __u32 dir)
 			return TC_ACT_UNSPEC;
 	}
 
+	if (pkt->first_frag)	/* after the budget: all fragments together */
+		flow_learn_frag(pkt, dir, v);
+
 	shadow = packet_ctl(pkt) & SHP_F_SHADOW;
 	expired = lease_is_over(c, pkt->now);
 	if (expired)

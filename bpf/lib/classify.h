@@ -62,7 +62,7 @@ static __always_inline void classify_ask(struct __sk_buff *skb,
 	if ((pkt->ask & CLASSIFY_PREFIX) && whitelist_prefix(pkt, v))
 		return;
 	packet_forget();
-	if ((pkt->ask & CLASSIFY_MANUAL) && whitelist_manual(pkt, v))
+	if ((pkt->ask & CLASSIFY_MANUAL) && whitelist_manual(pkt, cfg, v))
 		return;
 	packet_forget();
 	if (!(pkt->ask & CLASSIFY_KEEP))
@@ -206,8 +206,6 @@ static __always_inline int classify_packet(struct __sk_buff *skb,
 	packet_forget();
 	if (!learn)
 		return 0;
-	if (pkt->first_frag)
-		flow_learn_frag(pkt, dir, v);
 	if (!pkt->learn || !classify_may_cache(pkt))
 		return 0;
 	return flow_learn(pkt, cfg, v);

@@ -197,6 +197,7 @@ static __always_inline int whitelist_prefix(struct shp_packet *pkt,
  * decided. The clock is read only for an entry that can expire.
  */
 static __always_inline int whitelist_manual(struct shp_packet *pkt,
+					    const struct shp_config *cfg,
 					    struct shp_verdict *v)
 {
 	struct shp_manual_key key = {};
@@ -216,7 +217,7 @@ static __always_inline int whitelist_manual(struct shp_packet *pkt,
 		return 0;
 	class = e->class_id;
 	expires = e->expires_boot_s;
-	if (class >= SHP_MAX_CLASSES)
+	if (class >= cfg->class_count)
 		return 0;
 	if (expires && bpf_ktime_get_boot_ns() / 1000000000ULL >= expires)
 		return 0;

@@ -270,7 +270,8 @@ class Config(_Struct):
         ("control_class", ctypes.c_uint8),
         ("ingress_mode", ctypes.c_uint8),
         ("write_priority", ctypes.c_uint8),
-        ("pad", ctypes.c_uint8 * 3),
+        ("class_count", ctypes.c_uint8),
+        ("pad", ctypes.c_uint8 * 2),
     )
 
 

@@ -110,6 +110,7 @@ def config_record(
         default_class=policy.class_named(policy.default_class).number,
         control_class=policy.class_named(policy.control_class).number,
         ingress_mode=_INGRESS_MODES[ingress],
+        class_count=len(policy.classes),
         write_priority=profile is not Profile.POLICE and not policy.shadow,
     )
 
