@@ -226,8 +226,10 @@ static __always_inline int shape(struct __sk_buff *skb, __u32 dir)
 	/* the IFB's tree holds the live ceiling, not the safe one */
 	if (!to_ifb || expired)
 		metered = enforce_ceiling(c, dir, v->class, expired, bytes);
-	if (metered == METER_CE && !shadow && !bpf_skb_ecn_set_ce(skb))
+	if (metered == METER_CE && !(pkt->traffic_class & 3))
 		metered = METER_PASS;	/* not ECN-capable: no mark to count */
+	if (metered == METER_CE && !shadow)
+		bpf_skb_ecn_set_ce(skb);
 	count_code(dir, v->code);
 	if (metered == METER_CE)
 		count_code(dir, SHP_N_CE);

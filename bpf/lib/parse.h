@@ -145,6 +145,8 @@ static __always_inline int parse_l4(struct shp_packet *pkt, void *data,
 		if (room < 1 || (void *)(bytes + 1) > end)
 			return SHP_V_TRUNCATED;
 		pkt->icmp_type = bytes[0];
+		/* in the flow key: an error and an echo are not one flow */
+		parse_set_ports(pkt, dir, bytes[0], bytes[0]);
 		return 0;
 	}
 	pkt->encap_note = parse_encap_of_protocol(pkt->protocol);

@@ -21,7 +21,7 @@ static __always_inline int rules_icmp_is_control(struct shp_packet *pkt)
 
 	if (pkt->protocol == IPPROTO_ICMP)	/* unreachable, exceeded, problem */
 		return !pkt->is_v6 && (type == 3 || type == 11 || type == 12);
-	if (pkt->protocol != IPPROTO_ICMPV6)
+	if (pkt->protocol != IPPROTO_ICMPV6 || !pkt->is_v6)
 		return 0;
 	return (type >= 1 && type <= 4) || (type >= 130 && type <= 137) ||
 	       type == 143;

@@ -165,6 +165,24 @@ def create_map(name: str, shape: MapShape, *, inner_fd: int = 0) -> int:
         _raise_named(error, f"create map {name}")
 
 
+def wait_for_readers() -> None:
+    """Return when every program run that began before the call has ended.
+
+    An update of an array of maps waits for an RCU grace period (7 to 20 ms),
+    so one is made only to be written (bpf-facts 2.3).
+    """
+    shape = MapShape(MapType.ARRAY, 4, 4, 1, 0)
+    inner = create_map("shp_grace_in", shape)
+    try:
+        outer = create_map("shp_grace", MapShape(MapType.ARRAY_OF_MAPS, 4, 4, 1, 0), inner_fd=inner)
+        try:
+            update(outer, bytes(4), inner.to_bytes(4, "little"))
+        finally:
+            os.close(outer)
+    finally:
+        os.close(inner)
+
+
 def map_shape(fd: int) -> MapShape:
     """Return the shape of an open map."""
     info = _object_info(fd, 80)
@@ -683,4 +701,5 @@ __all__ = [
     "run_program",
     "update",
     "update_batch",
+    "wait_for_readers",
 ]

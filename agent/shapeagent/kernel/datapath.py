@@ -175,6 +175,7 @@ class Datapath:
                 generation=control.generation + 1,
             )
         )
+        bpf.wait_for_readers()
         self._drop_cgroups(control.active_rules)
 
     def _fill_rules(self, wanted: RuleWrite, half: int) -> None:
@@ -231,7 +232,11 @@ class Datapath:
                 generation=control.generation + 1,
             )
         )
-        lists.clear_half(self.maps, self._lists_in(control.list_flags), control.active_lists)
+        old = self._lists_in(control.list_flags)
+        if old:
+            # a program that has read the old word may still be on its way to the old lists
+            bpf.wait_for_readers()
+            lists.clear_half(self.maps, old, control.active_lists)
 
     @staticmethod
     def _lists_in(flags: int) -> list[tuple[str, int]]:

@@ -211,7 +211,7 @@ def add_in_place(
     """Write one entry into the lists in force. Returns (flags to set, is a prefix).
 
     Raises:
-        FailedError: "map-full": the caller replaces the whole list instead.
+        FailedError: "map-full", nothing changed: the caller replaces the whole list instead.
     """
     if entry.match is Match.PAIR:
         key, kind = pair_key(entry)
@@ -232,16 +232,36 @@ def add_in_place(
             flags |= _FLAGS[(kind, role)]
         return flags, False
     kind = "lpm" + family
-    for role in roles_of(entry):
-        _write(
-            maps,
-            kind,
-            2 * role + active,
-            prefix_key(address, bits),
-            _LISTED.pack(expires, number, bits),
-        )
-        flags |= _FLAGS[(kind, role)]
+    key, value = prefix_key(address, bits), _LISTED.pack(expires, number, bits)
+    undo: list[tuple[int, bytes | None]] = []
+    try:
+        for role in roles_of(entry):
+            slot = 2 * role + active
+            old = _prefix_value(maps, kind, slot, key)
+            _write(maps, kind, slot, key, value)
+            undo.append((slot, old))
+            flags |= _FLAGS[(kind, role)]
+    except FailedError:  # the other end's list is full: neither end keeps the entry
+        for slot, old in undo:
+            if old is None:
+                _erase(maps, kind, slot, key)
+            else:
+                _write(maps, kind, slot, key, old)
+        raise
     return flags, True
+
+
+def _prefix_value(maps: Mapping[str, int], kind: str, slot: int, key: bytes) -> bytes | None:
+    """Return the value of exactly this prefix: a trie answers with a shorter one too."""
+    fd = inner_fd(maps, kind, slot)
+    if fd is None:
+        return None
+    try:
+        value = bpf.lookup(fd, key, _LISTED.size)
+    finally:
+        os.close(fd)
+    bits = int.from_bytes(key[:4], "little")
+    return value if value is not None and _LISTED.unpack(value)[2] == bits else None
 
 
 def _write(maps: Mapping[str, int], kind: str, slot: int, key: bytes, value: bytes) -> None:
