@@ -35,20 +35,24 @@
  * The control word (map ctl, slot 0) and the flow word share their upper
  * half, so that one XOR tells whether a cached decision is current:
  *
- *	 63        40 39        20 19          0
- *	+------------+------------+-------------+
- *	|   epoch    | generation | flags       |  control word
- *	+------------+------------+-------------+
- *	|   epoch    | generation | ref|how|cls |  flow word: 12 + 4 + 4 bits
- *	+------------+------------+-------------+
+ *	 63     44 43       30 29       20 19          0
+ *	+---------+-----------+-----------+-------------+
+ *	|  epoch  | lists     | rules     | flags       |  control word
+ *	+---------+-----------+-----------+-------------+
+ *	|  epoch  | lists     | rules     | ref|how|cls |  flow word: 12 + 4 + 4
+ *	+---------+-----------+-----------+-------------+
  *
- * The generation changes with rules, prefixes and replaced lists, the epoch
- * with each single exact host or pair. An update is one aligned u64.
+ * Rules and lists have generations of their own, so that a changed whitelist
+ * never asks the rules again about a running flow; the epoch changes with
+ * each single exact host or pair. An update is one aligned u64.
  */
-#define SHP_GEN_SHIFT 20
-#define SHP_GEN_BITS 20
-#define SHP_EPOCH_SHIFT 40
-#define SHP_EPOCH_BITS 24
+#define SHP_DECISION_BITS 20		/* the lower part, which differs */
+#define SHP_RULES_SHIFT 20
+#define SHP_RULES_BITS 10
+#define SHP_LISTS_SHIFT 30
+#define SHP_LISTS_BITS 14
+#define SHP_EPOCH_SHIFT 44
+#define SHP_EPOCH_BITS 20
 
 #define SHP_F_ACTIVE (1 << 0)		/* which half of the lists is in force */
 #define SHP_F_SHADOW (1 << 1)		/* classify and count, change nothing */
@@ -91,15 +95,16 @@ struct shp_flow6_key {			/* maps flows6, moved6 */
 struct shp_flow {			/* maps flows4, flows6, frags */
 	__u64 word;
 	/*
-	 * Of a whitelist entry, 0 = never. Default and manual: when the
-	 * manual map was last read.
+	 * Of a whitelist entry, 0 = never; of a fragment's entry. Default and
+	 * manual: when the manual map was last read.
 	 */
 	__u64 expires_jiffies;
 };
 
 struct shp_moved {			/* maps moved4, moved6 */
 	__u64 until_jiffies;
-	__u32 class_id;
+	__u64 tat_ns;			/* the flow's own budget while it is away */
+	__u32 class_id;			/* where it is at home */
 	__u32 pad;
 };
 
@@ -112,12 +117,12 @@ struct shp_frag_key {			/* map frags; IPv4 as ::ffff:a.b.c.d */
 	__u16 pad;
 };
 
-#define SHP_SOURCE_ADDRESS 1
-#define SHP_SOURCE_CGROUP 2
-#define SHP_SOURCE_FLOW 3
+#define SHP_SOURCE_LINK 1		/* all that is not IP, together */
+#define SHP_SOURCE_ADDRESS 2
+#define SHP_SOURCE_CGROUP 3
 
 struct shp_source {			/* map budgets: who spends */
-	__u32 id[4];			/* address, cgroup id, or flow */
+	__u32 id[4];			/* address or cgroup id */
 	__u32 kind;
 	__u32 class_id;
 };

@@ -190,7 +190,7 @@ static __always_inline int shape(struct __sk_buff *skb, __u32 dir)
 	packet_forget();
 	if (parse_needs_pull(skb, pkt) && !parse_pull(skb))
 		again.call(skb, SHP_AGAIN_EGRESS + dir);
-	note = classify_packet(skb, pkt, cfg, dir, 1, v);
+	note = classify_packet(skb, pkt, cfg, dir, v);
 	packet_forget();
 	if (note)
 		count_code(dir, note);
@@ -201,8 +201,10 @@ static __always_inline int shape(struct __sk_buff *skb, __u32 dir)
 	c = class_at(dir, v->class);
 	if (!c)
 		return TC_ACT_UNSPEC;
-	if (budget_applies(pkt, c, v)) {
-		note = budget_apply(skb, pkt, cfg, dir, bytes, v);
+	if (v->code == SHP_V_MOVED) {
+		budget_renew(pkt, cfg, dir, bytes, v);
+	} else if (c->budget_cost) {
+		note = budget_apply(skb, pkt, cfg, c, dir, bytes, v);
 		if (note)
 			count_code(dir, note);
 		packet_forget();
@@ -212,7 +214,7 @@ static __always_inline int shape(struct __sk_buff *skb, __u32 dir)
 	}
 
 	if (pkt->first_frag)	/* after the budget: all fragments together */
-		flow_learn_frag(pkt, dir, v);
+		flow_learn_frag(pkt, cfg, dir, v);
 
 	shadow = packet_ctl(pkt) & SHP_F_SHADOW;
 	expired = lease_is_over(c, pkt->now);
@@ -272,7 +274,8 @@ static __always_inline int explain(struct __sk_buff *skb, __u32 dir)
 	packet_forget();
 	if (parse_needs_pull(skb, pkt) && !parse_pull(skb))
 		again.call(skb, SHP_AGAIN_EXPLAIN_OUT + dir);
-	classify_packet(skb, pkt, cfg, dir, 0, v);
+	pkt->explaining = 1;
+	classify_packet(skb, pkt, cfg, dir, v);
 	packet_forget();
 	c = class_at(dir, v->class);
 	if (!c)

@@ -12,6 +12,19 @@ static __always_inline void count_code(__u32 dir, __u32 code)
 		*packets += 1;
 }
 
+/* virtio-net and tap leave gso_segs 0 and give only the size (SKB_GSO_DODGY). */
+static __always_inline __u32 count_segments(struct __sk_buff *skb,
+					    struct shp_packet *pkt)
+{
+	__u32 size = skb->gso_size;
+
+	if (skb->gso_segs)
+		return skb->gso_segs;
+	if (!size || skb->len <= pkt->header_bytes)
+		return 1;
+	return (skb->len - pkt->header_bytes + size - 1) / size;
+}
+
 /*
  * Bytes on the wire, with what the NIC adds to each frame. On egress the
  * kernel has counted the headers of every segment in wire_len; on ingress a
@@ -21,7 +34,7 @@ static __always_inline __u32 count_wire_bytes(struct __sk_buff *skb,
 					      struct shp_packet *pkt,
 					      __u32 dir)
 {
-	__u32 segments = skb->gso_segs ? skb->gso_segs : 1;
+	__u32 segments = count_segments(skb, pkt);
 	__u32 bytes = dir == SHP_EGRESS ?
 			      skb->wire_len :
 			      skb->len + (segments - 1) * pkt->header_bytes;

@@ -8,12 +8,21 @@
 #ifndef SHP_FLOW_H
 #define SHP_FLOW_H
 
+/* A reassembly lasts 30 s (net.ipv4.ipfrag_time); the window is a second. */
+#define FLOW_FRAG_S 30
+
 static __always_inline __u64 flow_word(struct shp_packet *pkt,
 				       const struct shp_verdict *v)
 {
-	return (packet_ctl(pkt) & ~((1ULL << SHP_GEN_SHIFT) - 1)) |
+	return (packet_ctl(pkt) & ~((1ULL << SHP_DECISION_BITS) - 1)) |
 	       (__u64)(v->ref & 0xfff) << 8 |
 	       ((v->code - SHP_CODE_FIRST) & 0xf) << 4 | (v->class & 0xf);
+}
+
+static __always_inline __u32 flow_low(const struct shp_verdict *v)
+{
+	return (v->ref & 0xfff) << 8 | ((v->code - SHP_CODE_FIRST) & 0xf) << 4 |
+	       (v->class & 0xf);
 }
 
 static __always_inline void flow_unpack(__u64 word, struct shp_verdict *v)
@@ -102,7 +111,12 @@ static __always_inline int flow_learn(struct shp_packet *pkt,
 	} else if (!flow_may_insert(pkt, cfg)) {
 		return SHP_N_INSERT_LIMIT;
 	}
-	return flow_put(pkt, &flow) ? SHP_N_INSERT_FAIL : 0;
+	if (!flow_put(pkt, &flow))
+		return 0;
+	known = flow_find(pkt);
+	if (known)	/* made current ahead of the answer: not any more */
+		known->word = ~packet_ctl(pkt);
+	return SHP_N_INSERT_FAIL;
 }
 
 static __always_inline void flow_frag_key(struct shp_packet *pkt,
@@ -134,7 +148,7 @@ static __always_inline void flow_follow_first(struct shp_packet *pkt,
 
 	flow_frag_key(pkt, dir, &key);
 	first = frags.lookup(&key);
-	if (first) {
+	if (first && pkt->now < first->expires_jiffies) {
 		v->class = first->word & 0xf;
 		v->code = SHP_V_FRAGMENT;
 		return;
@@ -144,10 +158,15 @@ static __always_inline void flow_follow_first(struct shp_packet *pkt,
 }
 
 static __always_inline void flow_learn_frag(struct shp_packet *pkt,
+					    const struct shp_config *cfg,
 					    __u32 dir,
 					    const struct shp_verdict *v)
 {
-	struct shp_flow flow = { .word = v->class & 0xf };
+	struct shp_flow flow = {
+		.word = v->class & 0xf,
+		.expires_jiffies = pkt->now + FLOW_FRAG_S *
+				   cfg->insert_window_jiffies,
+	};
 	struct shp_frag_key key;
 
 	flow_frag_key(pkt, dir, &key);

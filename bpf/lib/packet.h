@@ -31,15 +31,17 @@ struct shp_packet {
 	__u32 frag_id_be;
 	__u32 ask;		/* CLASSIFY_*: what the cache leaves open */
 	__u32 found;		/* rule found so far */
+	__u32 cached_low;	/* decision of a stale entry made current, or ~0 */
 	__u32 parsed;		/* 0, or the code that ends classification */
 	__u8 is_v6;
 	__u8 protocol;
 	__u8 traffic_class;	/* DSCP and ECN */
-	__u8 tcp_syn;		/* SYN without ACK */
+	__u8 tcp_edge;		/* SYN or RST: says nothing lasting of its flow */
 	__u8 icmp_type;
 	__u8 first_frag;
 	__u8 later_frag;
 	__u8 encap_note;	/* SHP_N_ENCAP_* or 0 */
+	__u8 explaining;	/* answer only: write nothing */
 	__u8 cached;		/* the flow cache has an entry */
 	__u8 learn;		/* the decision may not be what the cache says */
 	__u8 control;		/* control protocol known by L2 or L3 alone */

@@ -27,7 +27,6 @@ static __always_inline int parse_is_l2_control(__u16 proto)
 	case 0x88cc:	/* LLDP */
 	case 0x88f7:	/* PTP */
 	case 0x8902:	/* CFM */
-	case 0x88e5:	/* MACsec: opaque, but the link depends on it */
 		return 1;
 	}
 	return proto < 0x0600;	/* 802.3 length: LLC, so STP and IS-IS */
@@ -129,7 +128,8 @@ static __always_inline int parse_l4(struct shp_packet *pkt, void *data,
 		if (room < 20 || (void *)(bytes + 20) > end)
 			/* a first fragment may end here, a whole segment not */
 			return pkt->first_frag ? 0 : SHP_V_TRUNCATED;
-		pkt->tcp_syn = (bytes[13] & 0x12) == 0x02;
+		/* SYN: no socket yet; RST: no flow any more (RFC 9293) */
+		pkt->tcp_edge = (bytes[13] & 0x06) != 0;
 		pkt->header_bytes = offset + (bytes[12] >> 4) * 4;
 		return 0;
 	}

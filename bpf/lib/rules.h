@@ -135,7 +135,8 @@ static __always_inline __u32 rules_of_cgroup(struct __sk_buff *skb,
 					     const struct shp_config *cfg,
 					     __u32 dir)
 {
-	if (dir != SHP_EGRESS)
+	/* a test run's socket is that of who asks, not the packet's */
+	if (dir != SHP_EGRESS || pkt->explaining)
 		return RULES_NONE;
 	pkt->found = RULES_NONE;
 #pragma unroll

@@ -124,7 +124,9 @@ def test_a_moved_flow_that_keeps_to_the_budget_stays_until_the_hold_is_over(rig:
     def is_back() -> bool:
         now = rig.clock.read()
         got = rig.classify(frame)
-        assert got == MOVED or rig.clock.read() >= moved + hold, f"got {got} after {now - moved}"
+        # the clock was read up to a few ticks after the move
+        over = rig.clock.read() >= moved + hold - 4
+        assert got == MOVED or over, f"got {got} after {now - moved} jiffies, want {hold}"
         return got == IN_BUDGET
 
     rig.wait(is_back, "the return")
@@ -134,19 +136,54 @@ def test_a_moved_flow_stays_moved_through_a_change_of_rules_and_a_new_syn(strict
     frame = tcp4(40000, 7000)
     for _ in range(4):
         strict.send(frame, wire_len=BIG)
-    before = strict.control().generation
+    before = strict.control().lists_generation
     strict.set_list([make_entry("destination", "bulk", destination=(frames.packed("9.9.9.9"), 32))])
-    assert strict.control().generation > before
+    assert strict.control().lists_generation > before
     got = [strict.classify(frame), strict.classify(tcp4(40000, 7000, flags=SYN))]
     assert got == [MOVED] * 2, f"got {got}, want moved"
 
 
 def test_sources_have_budgets_of_their_own(strict: Rig) -> None:
-    for local in (40000, 40001):
-        got = [strict.classify(udp4(local, 7000), wire_len=BIG) for _ in range(3)]
-        assert got == [IN_BUDGET] * 2 + [OVER], f"flow {local}: got {got}"
+    for source in (frames.HOST4, "10.0.0.99"):
+        frame = udp4(40000, 7000, source=source)
+        got = [strict.classify(frame, wire_len=BIG) for _ in range(3)]
+        assert got == [IN_BUDGET] * 2 + [OVER], f"source {source}: got {got}"
     got = [strict.classify(udp6(40000, 7000), wire_len=BIG) for _ in range(3)]
     assert got == [IN_BUDGET] * 2 + [OVER], f"IPv6: got {got}"
+
+
+@pytest.mark.parametrize("build", [udp4, udp6])
+def test_a_new_port_is_no_new_budget(strict: Rig, build: Callable[..., bytes]) -> None:
+    got = [strict.classify(build(port, 7000), wire_len=BIG) for port in range(40000, 40005)]
+    assert got == [IN_BUDGET] * 2 + [OVER] * 3, f"got {got}, want one budget for the sender"
+
+
+def test_a_moved_flow_leaves_the_budget_to_its_neighbours(rig: Rig) -> None:
+    """One large LIST must not take a pod's lease out of `signal` for as long as it lasts."""
+    rig.apply(budget_policy("10mbit"))
+    large, small = tcp4(40000, 7000), tcp4(40001, 7000)
+    rig.wait(lambda: rig.classify(large, wire_len=BIG) == MOVED, "the move")
+    end = rig.clock.read() + rig.jiffies_per_s // 2
+
+    def is_over() -> bool:
+        assert rig.classify(large, wire_len=BIG) == MOVED
+        return rig.clock.read() > end
+
+    rig.wait(is_over, "half a second of the moved flow at full speed")
+    got = [rig.classify(small) for _ in range(50)]
+    assert got == [IN_BUDGET] * 50, f"got {got}, want the neighbour in its class"
+
+
+def test_on_ingress_an_ipv6_host_cannot_multiply_its_budget_within_its_64(strict: Rig) -> None:
+    def arrives(host: str) -> tuple[int, Code]:
+        frame = udp6(1000, 7000, source=host, destination=frames.HOST6, size=3500)
+        return strict.classify(frame, INGRESS)
+
+    got = [arrives(f"2001:db8:5:6::{number:x}") for number in range(1, 41)]
+    over = got[20:].count(OVER)
+    assert over >= 12, f"got {over} of the last 20 over, want nearly all of the /64"
+    other = arrives("2001:db8:5:7::1")
+    assert other == IN_BUDGET, f"another /64: got {other}, want in budget"
 
 
 def test_on_ingress_all_flows_of_a_remote_address_share_one_budget(strict: Rig) -> None:
@@ -155,7 +192,9 @@ def test_on_ingress_all_flows_of_a_remote_address_share_one_budget(strict: Rig) 
         return strict.classify(frame, INGRESS)
 
     noisy = [arrives("198.51.100.7", 1000 + number % 7) for number in range(40)]
-    assert noisy[-7:] == [OVER] * 7, f"got {noisy[-7:]}, want all flows of the source over"
+    # the budget refills by one packet every 28 ms of real time
+    over = noisy[20:].count(OVER)
+    assert over >= 12, f"got {over} of the last 20 over, want nearly all, of all flows"
     got = arrives("198.51.100.8", 1000)
     assert got == IN_BUDGET, f"another address: got {got}, want in budget"
 
@@ -170,9 +209,11 @@ def test_on_ingress_all_flows_of_a_remote_address_share_one_budget(strict: Rig) 
     ],
     ids=["bgp", "dhcp", "icmp error", "arp"],
 )
-def test_control_is_never_policed(strict: Rig, frame: bytes) -> None:
-    got = {strict.classify(frame, wire_len=BIG) for _ in range(8)}
-    assert got == {(SIGNAL, Code.CONTROL)}, f"got {got}, want control"
+def test_control_has_a_budget_too(strict: Rig, frame: bytes) -> None:
+    """Its ports and protocols are open to any sender: `sendto(udp :67)` is no way in."""
+    over = MOVED if frame == tcp4(40000, 179) else OVER
+    got = [strict.classify(frame, wire_len=BIG) for _ in range(8)]
+    assert got == [(SIGNAL, Code.CONTROL)] * 2 + [over] * 6, f"got {got}"
 
 
 def test_nothing_is_dropped_over_a_budget(strict: Rig) -> None:
@@ -200,3 +241,12 @@ def test_c06_the_fragments_of_a_datagram_over_the_budget_stay_together(strict: R
     # another flow key (no cache for fragments), but the same source of budget
     got = [strict.classify(first, wire_len=BIG), strict.classify(second)]
     assert got == [OVER, (NORMAL, Code.FRAGMENT)], f"got {got}, want both in class normal"
+
+
+def test_later_fragments_are_charged_like_any_datagram(strict: Rig) -> None:
+    """60,000 B datagrams in fragments: only the first has ports, all have to pay."""
+    first = ether(0x0800, ip4(17, udp_header(40000, 7000, 59_000) + bytes(1472), fragment=0x2000))
+    later = ether(0x0800, ip4(17, bytes(1480), fragment=0x2000 | 185))
+    got = [strict.classify(first), *(strict.classify(later, wire_len=BIG) for _ in range(4))]
+    want = [IN_BUDGET, (SIGNAL, Code.FRAGMENT), (SIGNAL, Code.FRAGMENT), OVER, OVER]
+    assert got in (want, [*want[:2], OVER, OVER, OVER]), f"got {got}, want {want}"

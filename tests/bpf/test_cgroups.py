@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules and budgets by cgroup. A test run's socket belongs to the cgroup of the caller."""
+"""Rules and budgets by cgroup.
+
+A test run's socket belongs to the cgroup of the caller, so the explaining
+program asks no cgroup rule: these look at what the shaping one counts.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +86,10 @@ def test_a_rule_takes_a_cgroup_and_all_below_it_and_nothing_beside(rig: Rig, tre
     got = {}
     for name in ("", "svc", "svc/worker", "svc/worker/a", "other"):
         with inside(tree / name):
-            got[name] = rig.verdict(tcp4(1, 2)), rig.verdict(tcp6(1, 2)), rig.verdict(udp4(1, 2))
-    got["home"] = (rig.verdict(tcp4(1, 2)),) * 3
+            rig.clear()
+            got[name] = rig.classify(tcp4(1, 2)), rig.classify(tcp6(1, 2)), rig.classify(udp4(1, 2))
+    rig.clear()
+    got["home"] = (rig.classify(tcp4(1, 2)),) * 3
     bulk, default = ((BULK, Code.CGROUP),) * 3, ((NORMAL, Code.DEFAULT),) * 3
     want = {"": default, "svc": bulk, "svc/worker": bulk, "svc/worker/a": bulk}
     want |= {"other": default, "home": default}
@@ -94,8 +100,9 @@ def test_the_deepest_cgroup_that_a_rule_names_wins(rig: Rig, tree: Path) -> None
     rig.apply(policy_for(tree, "svc/worker"), resolve=resolve)
     got = {}
     for name in ("svc", "svc/worker", "svc/worker/a"):
+        rig.clear()
         with inside(tree / name):
-            got[name] = rig.verdict(tcp4(1, 2))
+            got[name] = rig.classify(tcp4(1, 2))
     want = dict.fromkeys(("svc/worker", "svc/worker/a"), (STREAM, Code.CGROUP))
     assert got == {"svc": (BULK, Code.CGROUP), **want}, f"got {got}"
 
@@ -106,10 +113,10 @@ def test_cgroup_rules_beat_ports_but_not_protected_ones_and_are_blind_on_ingress
     rig.apply(policy_for(tree), resolve=resolve)
     with inside(tree / "svc"):
         got = [
-            rig.verdict(tcp4(1, 7000), EGRESS),
-            rig.verdict(tcp4(1, 179), EGRESS),
-            rig.verdict(tcp4(1, 7000), INGRESS),
-            rig.verdict(tcp4(1, 2), INGRESS),
+            rig.classify(tcp4(1, 7000), EGRESS),
+            rig.classify(tcp4(1, 179), EGRESS),
+            rig.classify(tcp4(1, 7000), INGRESS),
+            rig.classify(tcp4(1, 2), INGRESS),
         ]
     want = [(BULK, Code.CGROUP), (SIGNAL, Code.CONTROL), (SIGNAL, Code.PORT)]
     assert got == [*want, (NORMAL, Code.DEFAULT)], f"got {got}"
@@ -121,7 +128,7 @@ def test_a_cgroup_that_is_not_there_is_left_out_and_named(rig: Rig, tree: Path) 
         resolve=lambda path: None if path.endswith("gone") else resolve_cgroup(path),
     )
     with inside(tree / "svc"):
-        got = rig.verdict(tcp4(1, 2))
+        got = rig.classify(tcp4(1, 2))
     assert got == (BULK, Code.CGROUP), f"got {got}, want the rule that resolves in force"
 
 
@@ -134,3 +141,10 @@ def test_the_flows_of_one_cgroup_share_one_budget_on_egress(rig: Rig, tree: Path
     with inside(tree / "other"):
         other = rig.classify(udp4(9, 7000), wire_len=BIG)
     assert other == (SIGNAL, Code.PORT), f"another cgroup: got {other}, want in budget"
+
+
+def test_explain_does_not_answer_for_the_cgroup_of_who_asks(rig: Rig, tree: Path) -> None:
+    rig.apply(policy_for(tree), resolve=resolve)
+    with inside(tree / "svc"):
+        got = rig.verdict(tcp4(1, 7000))
+    assert got == (SIGNAL, Code.PORT), f"got {got}, want the port rule"

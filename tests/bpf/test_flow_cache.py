@@ -71,9 +71,10 @@ def test_a_syn_is_classified_but_not_cached_and_the_next_packet_is(rig: Rig) -> 
     assert got_word == (SIGNAL, Code.PORT, rule), f"got {got_word}, want signal by rule {rule}"
 
 
-def test_a_syn_ack_is_cached_on_the_side_that_sees_it(rig: Rig) -> None:
-    rig.classify(tcp4(40000, 7000, flags=SYN_ACK))
-    assert cached(rig, 40000, 7000).word
+@pytest.mark.parametrize("flags", [SYN_ACK, 0x04, 0x14], ids=["syn-ack", "rst", "rst-ack"])
+def test_what_has_no_socket_yet_or_ends_a_flow_is_not_cached(rig: Rig, flags: int) -> None:
+    rig.classify(tcp4(40000, 7000, flags=flags))
+    assert rig.entries("flows4") == 0, "got an entry, want none: a cookie SYN-ACK has no owner"
 
 
 @pytest.mark.parametrize("text", [POLICY, POLICY + FIELD_RULES], ids=["plain", "mark rules"])
@@ -122,9 +123,9 @@ def test_an_echo_is_no_free_ride_behind_a_cached_icmp_error(rig: Rig) -> None:
 
 def test_a_new_rule_set_is_asked_again_by_cached_flows(rig: Rig) -> None:
     assert rig.classify(tcp4(40000, 7000)) == (SIGNAL, Code.PORT)
-    generation = rig.control().generation
+    generation = rig.control().rules_generation
     rig.data.replace_rules(datapath.empty_rules())
-    assert rig.control().generation == generation + 1
+    assert rig.control().rules_generation == generation + 1
     got = rig.classify(tcp4(40000, 7000))
     assert got == DEFAULT, f"got {got}, want the default class"
     assert rig.entries("flows4") == 1, "got another entry, want it refreshed in place"
@@ -137,9 +138,9 @@ def test_a_prefix_added_or_removed_is_seen_by_cached_flows(rig: Rig, family: str
     entry = make_entry("destination", "bulk", destination=(packed(network[0]), network[1]))
     with_room(rig)
     assert rig.classify(frame) == DEFAULT
-    generation = rig.control().generation
+    generation = rig.control().lists_generation
     rig.add(entry)
-    assert rig.control().generation == generation + 1
+    assert rig.control().lists_generation == generation + 1
     got = rig.classify(frame)
     assert got == (BULK, Code.PREFIX), f"got {got}, want bulk by prefix"
     rig.data.remove_entry(entry)
@@ -158,7 +159,8 @@ def test_a_single_host_changes_the_epoch_and_is_seen_by_default_flows(
     before = rig.control()
     rig.add(make_entry("destination", "stream", destination=end))
     after = rig.control()
-    assert (after.generation, after.epoch) == (before.generation, before.epoch + 1)
+    assert after.lists_generation == before.lists_generation
+    assert after.epoch == before.epoch + 1
     got = [rig.classify(frame), rig.classify(frame)]
     assert got == [(STREAM, Code.HOST)] * 2, f"got {got}, want stream by host"
     rig.add(make_entry("destination", "bulk", destination=end))
@@ -204,11 +206,21 @@ def test_a_flow_decided_by_a_rule_does_not_age_with_the_epoch(rig: Rig) -> None:
     assert cached(rig, 40000, 7000).word == word, "got the entry rewritten, want it untouched"
 
 
+def test_a_replaced_whitelist_asks_no_rule_about_a_running_flow_again(rig: Rig) -> None:
+    """A TCP flow keeps the class that its first packet's DSCP gave it (no reordering)."""
+    rig.apply(POLICY + FIELD_RULES)
+    marked = rig.classify(tcp4(1, 2), mark=0x10)
+    assert marked == (STREAM, Code.MARK)
+    rig.set_list([OTHER_HOST])
+    got = rig.classify(tcp4(1, 2), mark=0)
+    assert got == (STREAM, Code.MARK), f"got {got}, want the class of the first packet"
+
+
 def test_generation_and_epoch_wrap_around(rig: Rig) -> None:
     with_room(rig)
     last = dataclasses.replace(
         rig.control(),
-        generation=(1 << abi.SHP_GEN_BITS) - 1,
+        lists_generation=(1 << abi.SHP_LISTS_BITS) - 1,
         epoch=(1 << abi.SHP_EPOCH_BITS) - 1,
     )
     rig.data.write_control(last)
@@ -219,7 +231,7 @@ def test_generation_and_epoch_wrap_around(rig: Rig) -> None:
     prefix = make_entry("destination", "bulk", destination=(packed("198.51.100.0"), 24))
     rig.data.remove_entry(HOST_ENTRY)
     rig.add(prefix)
-    assert rig.control().generation == 0, f"got {rig.control().generation}, want 0"
+    assert rig.control().lists_generation == 0, f"got {rig.control()}, want generation 0"
     assert rig.classify(tcp4(1, 2)) == (BULK, Code.PREFIX)
 
 

@@ -96,13 +96,13 @@ def test_every_program_stays_within_20000_verified_instructions(rig: Rig) -> Non
 
 
 def test_pinned_maps_have_the_shapes_that_the_next_process_expects(rig: Rig) -> None:
-    opened = maps.open_pinned(rig.folder)
+    opened = maps.PinnedMaps(rig.folder)
     try:
         got = {name: bpf.map_id(fd) for name, fd in opened.items()}
         want = {name: bpf.map_id(fd) for name, fd in rig.maps.items()}
         assert got == want, f"got {got}, want {want}"
     finally:
-        bpf.close_all(list(opened.values()))
+        opened.close()
 
 
 def test_all_programs_use_the_same_maps_and_none_of_their_own(rig: Rig) -> None:

@@ -21,10 +21,13 @@ SHP_FIELD_SLOTS = 512
 SHP_FIELD_DSCP = 256
 SHP_NO_CLASS = 255
 SHP_NO_DSCP = 255
-SHP_GEN_SHIFT = 20
-SHP_GEN_BITS = 20
-SHP_EPOCH_SHIFT = 40
-SHP_EPOCH_BITS = 24
+SHP_DECISION_BITS = 20
+SHP_RULES_SHIFT = 20
+SHP_RULES_BITS = 10
+SHP_LISTS_SHIFT = 30
+SHP_LISTS_BITS = 14
+SHP_EPOCH_SHIFT = 44
+SHP_EPOCH_BITS = 20
 SHP_F_ACTIVE = 1 << 0
 SHP_F_SHADOW = 1 << 1
 SHP_F_PAIR4 = 1 << 2
@@ -42,9 +45,9 @@ SHP_F_RULE_CGROUP = 1 << 13
 SHP_F_RULE_DSCP = 1 << 14
 SHP_F_DGRAM_LOOK = 1 << 15
 SHP_F_ACTIVE_RULES_SHIFT = 16
-SHP_SOURCE_ADDRESS = 1
-SHP_SOURCE_CGROUP = 2
-SHP_SOURCE_FLOW = 3
+SHP_SOURCE_LINK = 1
+SHP_SOURCE_ADDRESS = 2
+SHP_SOURCE_CGROUP = 3
 SHP_INGRESS_COUNT = 0
 SHP_INGRESS_POLICE = 1
 SHP_INGRESS_IFB = 2
@@ -97,6 +100,7 @@ class Moved(_Struct):
     _c_name_ = "shp_moved"
     _fields_ = (
         ("until_jiffies", ctypes.c_uint64),
+        ("tat_ns", ctypes.c_uint64),
         ("class_id", ctypes.c_uint32),
         ("pad", ctypes.c_uint32),
     )

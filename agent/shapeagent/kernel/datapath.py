@@ -29,7 +29,8 @@ _LIST_FLAGS = lists.ALL_FLAGS
 _RULE_FLAGS = (
     abi.SHP_F_RULE_MARK | abi.SHP_F_RULE_CGROUP | abi.SHP_F_RULE_DSCP | abi.SHP_F_DGRAM_LOOK
 )
-_GEN_MASK = (1 << abi.SHP_GEN_BITS) - 1
+_RULES_MASK = (1 << abi.SHP_RULES_BITS) - 1
+_LISTS_MASK = (1 << abi.SHP_LISTS_BITS) - 1
 _EPOCH_MASK = (1 << abi.SHP_EPOCH_BITS) - 1
 _COUNT_FIELDS = 8
 _CB = 48  # offset of cb[] in struct __sk_buff
@@ -46,7 +47,8 @@ class Control:
     shadow: bool = False
     list_flags: int = 0
     rule_flags: int = 0
-    generation: int = 0
+    rules_generation: int = 0
+    lists_generation: int = 0
     epoch: int = 0
 
     def word(self) -> int:
@@ -57,7 +59,8 @@ class Control:
             | (abi.SHP_F_SHADOW if self.shadow else 0)
             | self.list_flags
             | self.rule_flags
-            | (self.generation & _GEN_MASK) << abi.SHP_GEN_SHIFT
+            | (self.rules_generation & _RULES_MASK) << abi.SHP_RULES_SHIFT
+            | (self.lists_generation & _LISTS_MASK) << abi.SHP_LISTS_SHIFT
             | (self.epoch & _EPOCH_MASK) << abi.SHP_EPOCH_SHIFT
         )
 
@@ -70,7 +73,8 @@ class Control:
             shadow=bool(word & abi.SHP_F_SHADOW),
             list_flags=word & _LIST_FLAGS,
             rule_flags=word & _RULE_FLAGS,
-            generation=word >> abi.SHP_GEN_SHIFT & _GEN_MASK,
+            rules_generation=word >> abi.SHP_RULES_SHIFT & _RULES_MASK,
+            lists_generation=word >> abi.SHP_LISTS_SHIFT & _LISTS_MASK,
             epoch=word >> abi.SHP_EPOCH_SHIFT & _EPOCH_MASK,
         )
 
@@ -172,7 +176,7 @@ class Datapath:
                 control,
                 active_rules=half,
                 rule_flags=wanted.flags,
-                generation=control.generation + 1,
+                rules_generation=control.rules_generation + 1,
             )
         )
         bpf.wait_for_readers()
@@ -219,6 +223,8 @@ class Datapath:
         control = self.read_control()
         half = 1 - control.active_lists
         filled = [key for key, table in tables.tables.items() if table]
+        # what a process that died in the middle may have left in the idle half
+        lists.clear_half(self.maps, lists.filled_slots(self.maps, half), half)
         try:
             lists.fill_half(self.maps, tables, half)
         except BaseException:
@@ -229,7 +235,7 @@ class Datapath:
                 control,
                 active_lists=half,
                 list_flags=tables.flags,
-                generation=control.generation + 1,
+                lists_generation=control.lists_generation + 1,
             )
         )
         old = self._lists_in(control.list_flags)
@@ -269,7 +275,7 @@ class Datapath:
             dataclasses.replace(
                 control,
                 list_flags=control.list_flags | flags,
-                generation=control.generation + is_prefix,
+                lists_generation=control.lists_generation + is_prefix,
                 epoch=control.epoch + (not is_prefix),
             )
         )

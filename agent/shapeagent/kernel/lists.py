@@ -188,6 +188,17 @@ def fill_half(maps: Mapping[str, int], tables: ListTables, active: int) -> None:
             os.close(fd)
 
 
+def filled_slots(maps: Mapping[str, int], active: int) -> list[tuple[str, int]]:
+    """Return (kind, half) of each list that the half `active` holds."""
+    found = []
+    for kind in LIST_KINDS.values():
+        for half in range(kind.slots // 2):
+            slot = (2 * half + active).to_bytes(4, "little")
+            if bpf.lookup(maps[kind.name], slot, 4) is not None:
+                found.append((kind.name, half))
+    return found
+
+
 def clear_half(maps: Mapping[str, int], kinds: Iterable[tuple[str, int]], active: int) -> None:
     """Empty the slots of the given lists in the half `active`, which no reader uses any more.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,29 +151,47 @@ def _create_outer(kind: ListKind) -> int:
         os.close(inner)
 
 
-def open_pinned(folder: Path) -> dict[str, int]:
-    """Open every map pinned in `folder`.
+class PinnedMaps(Mapping[str, int]):
+    """The maps pinned in a folder, each opened and checked when it is first asked for."""
 
-    Raises:
-        FileNotFoundError: a pin is missing.
-        ConflictError: "pin-differs", a map has another shape: another version
-            of shapectl made it.
-    """
-    maps: dict[str, int] = {}
-    try:
-        for name, want in SHAPES.items():
-            maps[name] = bpf.get_pinned(str(folder / name))
-            got = bpf.map_shape(maps[name])
-            if got != want:
-                raise ConflictError(
-                    "pin-differs",
-                    f"{folder / name}: got {got}, want {want}.",
-                    hint="detach with the version that attached, or remove the pins by hand",
-                )
-    except BaseException:
-        bpf.close_all(list(maps.values()))
-        raise
-    return maps
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, int] = {}
+
+    def __getitem__(self, name: str) -> int:
+        """Return the descriptor of a map.
+
+        Raises:
+            FileNotFoundError: its pin is missing.
+            ConflictError: "pin-differs".
+        """
+        if name not in self._open:
+            self._open[name] = _open_one(self._folder, name)
+        return self._open[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(SHAPES)
+
+    def __len__(self) -> int:
+        return len(SHAPES)
+
+    def close(self) -> None:
+        """Close what was opened."""
+        bpf.close_all(list(self._open.values()))
+        self._open.clear()
+
+
+def _open_one(folder: Path, name: str) -> int:
+    fd = bpf.get_pinned(str(folder / name))
+    got, want = bpf.map_shape(fd), SHAPES[name]
+    if got != want:
+        os.close(fd)
+        raise ConflictError(
+            "pin-differs",
+            f"{folder / name}: got {got}, want {want}.",
+            hint="detach with the version that attached, or remove the pins by hand",
+        )
+    return fd
 
 
 def remove_pins(folder: Path) -> int:

@@ -58,7 +58,8 @@ class Match(StrEnum):
 
     The roles are those of an outgoing packet (source = this host's side) and
     are turned round for arriving packets, so both directions of a connection
-    get the same class.
+    get the same class. DESTINATION is the default: under EITHER a prefix that
+    holds this host's own address would claim all of its traffic.
     """
 
     SOURCE = "source"

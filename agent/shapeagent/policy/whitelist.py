@@ -68,7 +68,7 @@ class LineDefaults:
     """
 
     traffic_class: str | None = None
-    match: Match = Match.EITHER
+    match: Match = Match.DESTINATION
     owner: str = ""
     reason: str = ""
     expires_unix_s: float | None = None

@@ -115,8 +115,13 @@ def class_words(
     direction: Direction,
     class_name: str,
     ceilings: Mapping[str, CeilingState],
+    tree: TreePlan | None,
 ) -> abi.Class:
-    """Return the map record of one class in one direction."""
+    """Return the map record of one class in one direction.
+
+    Args:
+        tree: what `tree_of` gives; its class ids do not depend on ceilings.
+    """
     wanted = ceilings[class_name]
     enforcement = Enforcement.of(state)
     return class_record(
@@ -126,6 +131,6 @@ def class_words(
         Ceilings(wanted.live_bits_per_s, wanted.safe_bits_per_s, wanted.deadline_jiffies),
         kernel=state.kernel,
         link_rate_bits_per_s=state.link_rate_bits_per_s,
-        tree=tree_of(policy, state, direction),
+        tree=tree,
         metered=enforcement.metered(direction),
     )

@@ -6,6 +6,7 @@ What a text means is decided in `model/schema.py` and `policy/whitelist.py`.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
@@ -161,6 +162,7 @@ def example_policy_text() -> str:
     return default_policy_text()
 
 
+@functools.lru_cache(maxsize=8)  # parsing takes 2 ms, `class set` otherwise 1
 def load_policy_text(text: str, source: str, link_rate_bits_per_s: int | None) -> Policy:
     """Return the policy with every rate resolved. Raises: as `schema.load_policy`."""
     from shapeagent.model.schema import load_policy

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from shapeagent.kernel import bpf, maps, qdisc
+from shapeagent.kernel import maps, qdisc
 from shapeagent.kernel import netns as namespaces
 from shapeagent.kernel.clock import JiffiesClock
 from shapeagent.kernel.datapath import Datapath
@@ -32,8 +32,8 @@ from shapeagent.model.reports import (
     WhitelistChange,
     WhitelistRow,
 )
-from shapeagent.model.types import Direction, Policy, Profile, WhitelistEntry
-from shapeagent.policy.plan import class_rate_change, twin_minor
+from shapeagent.model.types import Direction, Policy, Profile, TreePlan, WhitelistEntry
+from shapeagent.policy.plan import class_rate_change, twin_minor, with_changes
 from shapeagent.policy.whitelist import warn_deciding_first
 from shapeagent.service import (
     attaching,
@@ -69,23 +69,33 @@ class Attached:
         self.policy = _as_attached(
             load_policy_text(text, state.policy_source, state.link_rate_bits_per_s), state
         )
-        self._maps = maps.open_pinned(self.pins)
+        if not (self.pins / "ctl").exists():
+            raise FileNotFoundError(self.pins / "ctl")
+        self._maps = maps.PinnedMaps(self.pins)
         self.datapath = Datapath(self._maps, state.kernel.possible_cpus)
         self.clock = JiffiesClock()
+        self._trees: dict[Direction, TreePlan | None] = {}
 
     @property
     def enforcement(self) -> Enforcement:
         """How ceilings are held on this interface."""
         return Enforcement.of(self.state)
 
+    def tree(self, direction: Direction) -> TreePlan | None:
+        """Return the qdisc tree that stands in a direction, None where there is none."""
+        if direction not in self._trees:
+            self._trees[direction] = tree_of(self.policy, self.state, direction)
+        return self._trees[direction]
+
     def save(self, state: AttachState) -> None:
         """Write a new state."""
         self.store.write(state)
         self.state = state
+        self._trees.clear()
 
     def close(self) -> None:
         """Close every descriptor."""
-        bpf.close_all(list(self._maps.values()))
+        self._maps.close()
         self.clock.close()
 
 
@@ -444,7 +454,7 @@ def _apply_ceiling(
     and last the twin gets its safe rate again.
     """
     state = attached.state
-    tree = tree_of(attached.policy, state, direction)
+    tree = attached.tree(direction)
     on_twin = (
         was_expired
         and tree is not None
@@ -453,15 +463,15 @@ def _apply_ceiling(
     )
     if on_twin:
         lifted = dataclasses.replace(new, safe_bits_per_s=new.live_bits_per_s)
-        _change_tree(attached, direction, class_name, lifted)
+        tree = _change_tree(attached, direction, class_name, lifted, tree)
         _wait_for_drain(attached, direction, twin_minor(number))
     else:
-        _change_tree(attached, direction, class_name, new)
+        tree = _change_tree(attached, direction, class_name, new, tree)
     ceilings = {**ceiling_states(state, direction), class_name: new}
-    record = class_words(attached.policy, state, direction, class_name, ceilings)
+    record = class_words(attached.policy, state, direction, class_name, ceilings, tree)
     attached.datapath.write_class(direction.number, number, record)
     if on_twin:
-        _change_tree(attached, direction, class_name, new)
+        _change_tree(attached, direction, class_name, new, tree)
 
 
 def _tree_index(attached: Attached, direction: Direction) -> int:
@@ -469,13 +479,17 @@ def _tree_index(attached: Attached, direction: Direction) -> int:
 
 
 def _change_tree(
-    attached: Attached, direction: Direction, class_name: str, new: CeilingState
-) -> None:
+    attached: Attached,
+    direction: Direction,
+    class_name: str,
+    new: CeilingState,
+    tree: TreePlan | None,
+) -> TreePlan | None:
+    """Change the rates of a class in place; returns the tree that then stands."""
     state = attached.state
-    tree = tree_of(attached.policy, state, direction)
     if tree is None or tree.profile is not Profile.HTB:
-        return
-    for change in class_rate_change(
+        return tree
+    changes = class_rate_change(
         tree,
         attached.policy,
         state.facts,
@@ -486,8 +500,10 @@ def _change_tree(
         link_rate_bits_per_s=state.link_rate_bits_per_s,
         segment_limit_bytes=state.segment_limit_bytes,
         direction=direction,
-    ):
+    )
+    for change in changes:
         qdisc.change_class(attached.rtnl, _tree_index(attached, direction), tree.handle, change)
+    return with_changes(tree, changes)
 
 
 def _wait_for_drain(attached: Attached, direction: Direction, minor: int) -> None:

@@ -59,9 +59,11 @@ def _match_option(function: Function) -> Function:
     return click.option(
         "--match",
         type=click.Choice([m.value for m in Match]),
-        default=Match.EITHER.value,
+        default=Match.DESTINATION.value,
         show_default=True,
-        help="Which address of a packet the entry is compared with.",
+        help="Which address the entry names, seen from this host: destination is the other end "
+        "(of arriving packets their source), source our own, either whichever fits. With either, "
+        "a prefix that holds this host's own address claims all of its traffic.",
     )(function)
 
 
