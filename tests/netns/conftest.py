@@ -8,14 +8,17 @@ it is left: no process in its namespaces, no namespace, no link in the host.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from enginekit import Bench, engine_for, receive_in_order
 from netlab import VethPair, ip
 
 
@@ -104,3 +107,21 @@ def _remove_netns(name: str) -> list[str]:
     except AssertionError as error:
         leaks.append(f"{name}: {error}")
     return leaks
+
+
+@pytest.fixture
+def bench(veth_pair: Callable[..., VethPair], tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    """Give a function that makes a veth pair and an engine for its device.
+
+    Its arguments are those of `veth_pair`.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def create(**options: Any) -> Bench:
+            pair = veth_pair(**options)
+            receive_in_order(pair.netns, pair.device)
+            receive_in_order(pair.peer_netns, pair.peer_device)
+            engine = stack.enter_context(engine_for(pair.netns, tmp_path))
+            return Bench(engine=engine, netns=pair.netns, device=pair.device, pair=pair)
+
+        yield create

@@ -184,7 +184,7 @@ def test_tc_shows_the_planned_rates_and_bursts(
     tree = tree_of(rtnl, pair, kernel, 100 * GBIT)
     qdisc.apply_tree(rtnl, index, tree)
     shown = tc("-d", "class", "show", "dev", pair.device, netns=pair.netns)
-    root = next(line for line in shown.splitlines() if line.startswith("class htb 1:10 "))
+    root = next(line for line in shown.splitlines() if line.startswith("class htb 5348:10 "))
     want_gbit = tree.classes[0].rate_bytes_per_s * 8 / 1e9
     rate = root.split("rate ")[1].split()[0]
     assert rate.endswith(("Mbit", "Gbit")), f"got {root}"
@@ -212,7 +212,7 @@ def test_steps_are_told_before_they_are_done(
     qdisc.apply_tree(rtnl, index, tree, steps.append)
     leaves = sum(node.leaf is not None for node in tree.classes)
     assert len(steps) == 1 + len(tree.classes) + leaves, f"got {steps}"
-    assert steps[0] == "add root qdisc htb 1:"
+    assert steps[0] == "add root qdisc htb 5348:"
 
 
 def test_default_roots_are_recognised(
@@ -289,12 +289,12 @@ def test_changed_number_is_found_and_named(
     tree = tree_of(rtnl, pair, kernel, GBIT)
     qdisc.apply_tree(rtnl, index, tree)
     bulk = leaf(tree, "bulk")
-    words = ("parent", f"1:{bulk.parent_minor:x}", "classid", f"1:{bulk.minor:x}", "htb")
+    words = ("parent", f"5348:{bulk.parent_minor:x}", "classid", f"5348:{bulk.minor:x}", "htb")
     tc("class", "change", "dev", pair.device, *words, "rate", "5mbit", netns=pair.netns)
     with pytest.raises(FailedError) as caught:
         qdisc.read_back(rtnl, index, tree)
     assert caught.value.reference == "readback-differs"
-    want = f"class 1:{bulk.minor:x} rate: got 625000, want {bulk.rate_bytes_per_s}"
+    want = f"class 5348:{bulk.minor:x} rate: got 625000, want {bulk.rate_bytes_per_s}"
     assert want in caught.value.message, f"got {caught.value.message}, want {want}"
 
 
@@ -513,11 +513,11 @@ def test_failed_build_of_prio_leaves_a_tbf_that_delete_root_removes(
         qdisc.apply_tree(rtnl, index, tree)
     assert caught.value.reference == "qdisc-missing"
     shown = tc("-d", "qdisc", "show", "dev", pair.device, netns=pair.netns)
-    assert "qdisc tbf 1: root" in shown, f"got {shown}"
+    assert "qdisc tbf 5348: root" in shown, f"got {shown}"
     assert "rate 100Mbit burst 3100b" in shown, f"got {shown}, want two frames and the overhead"
     assert "overhead 24" in shown, f"got {shown}"
     # prio takes the place of tbf's own queue in this way: here another qdisc does.
-    words = ("parent", "1:1", "handle", "2:", "pfifo", "limit", "10")
+    words = ("parent", "5348:1", "handle", "5349:", "pfifo", "limit", "10")
     tc("qdisc", "add", "dev", pair.device, *words, netns=pair.netns)
     with pytest.raises(FailedError, match="prio kind: got pfifo, want prio"):
         qdisc.read_back(rtnl, index, tree)

@@ -34,7 +34,8 @@ SHORT = TrafficSpec(duration_s=1.5, warm_up_s=1.5, drain_s=0.5)
 # A lab with traffic, as a program of its own: says what it made, then runs until a signal.
 BUSY_LAB = """
 import sys
-from shapeagent.lab.topology import InterruptGuard, routed_path
+from shapeagent.kernel.signals import InterruptGuard
+from shapeagent.lab.topology import routed_path
 from shapeagent.lab.traffic import TrafficSpec, run_traffic
 from shapeagent.lab.wire import make_wire
 with InterruptGuard(), routed_path() as (lab, path):

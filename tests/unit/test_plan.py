@@ -221,8 +221,8 @@ def test_every_class_has_a_twin_leaf_under_one_parent() -> None:
         want = max(live.ceil_bytes_per_s, twin.ceil_bytes_per_s)
         assert inner.ceil_bytes_per_s == want, f"{name}: got {inner.ceil_bytes_per_s}, want {want}"
         assert live.priority == twin.priority
-        assert tree.priorities[name] == 0x10000 | live.minor
-        assert tree.safe_priorities[name] == 0x10000 | twin.minor
+        assert tree.priorities[name] == plan.MAJOR << 16 | live.minor
+        assert tree.safe_priorities[name] == plan.MAJOR << 16 | twin.minor
 
 
 def test_packets_without_a_class_go_to_the_default() -> None:
@@ -355,10 +355,10 @@ def prio(
 def test_prio_bands_follow_priority_and_sit_under_a_tbf() -> None:
     tree = prio(100 * MBIT, device())
     assert tree.priorities == {
-        "signal": 0x20001,
-        "stream": 0x20002,
-        "normal": 0x20003,
-        "bulk": 0x20004,
+        "signal": 0x53490001,
+        "stream": 0x53490002,
+        "normal": 0x53490003,
+        "bulk": 0x53490004,
     }
     assert tree.default_minor == 3
     assert tree.tbf_rate_bytes_per_s == 12_500_000
@@ -369,7 +369,7 @@ def test_prio_bands_follow_priority_and_sit_under_a_tbf() -> None:
 def test_prio_stands_alone_where_the_device_pushes_back() -> None:
     tree = prio(GBIT, device(kind="", speed_bits_per_s=GBIT))
     assert tree.tbf_rate_bytes_per_s == 0
-    assert tree.priorities["signal"] == 0x10001
+    assert tree.priorities["signal"] == 0x53480001
 
 
 @given(st.integers(min_value=MBIT, max_value=34 * GBIT), MTUS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,8 +124,7 @@ def create_pinned(folder: Path) -> dict[str, int]:
     Effects: `folder` exists, 0700, with one pin per map.
     Undo: `remove_pins(folder)`.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(0o700)
+    make_pin_folder(folder)
     maps: dict[str, int] = {}
     try:
         for name, shape in SHAPES.items():
@@ -197,13 +197,48 @@ def _open_one(folder: Path, name: str) -> int:
 def remove_pins(folder: Path) -> int:
     """Remove a pin folder and what is in it. Returns how many pins went."""
     try:
-        names = os.listdir(folder)
+        _check_folder(folder.parent)
+        _check_folder(folder)
     except FileNotFoundError:
         return 0
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
+    # by descriptor: a link put in the folder's place now leads nowhere
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        names = os.listdir(descriptor)
+        for name in names:
+            os.unlink(name, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
     folder.rmdir()
     return len(names)
+
+
+def make_pin_folder(folder: Path) -> None:
+    """Make a pin folder and the one above it, 0700, ours.
+
+    A bpffs is often 1777, so anybody may have made them first.
+
+    Raises:
+        ConflictError: "pins-foreign" where one is a link, or not ours alone.
+    """
+    for one in (folder.parent, folder):
+        try:
+            one.mkdir(mode=0o700)
+        except FileExistsError:
+            _check_folder(one)
+        else:
+            one.chmod(0o700)
+
+
+def _check_folder(folder: Path) -> None:
+    status = folder.lstat()
+    ours = status.st_uid == os.geteuid() and not status.st_mode & 0o022
+    if not stat.S_ISDIR(status.st_mode) or not ours:
+        raise ConflictError(
+            "pins-foreign",
+            f"{folder} is not a folder of ours alone: someone else made it or may write to it.",
+            hint=f"look at it (ls -ld {folder}) and remove it: rm -r {folder}",
+        )
 
 
 def read_array(fd: int, index: int, struct: type[ctypes.Structure]) -> ctypes.Structure:

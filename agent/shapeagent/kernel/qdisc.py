@@ -9,6 +9,7 @@ tables (net/sched/sch_api.c, qdisc_get_rtab).
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import struct
 from collections.abc import Callable, Iterator
@@ -227,30 +228,54 @@ def delete_root(rtnl: Rtnl, index: int, plan: TreePlan) -> bool:
     Effects: what the tree held is dropped; the kernel makes its default root.
     """
     kind = _root_kind(plan)
+    snapshot = dump_tree(rtnl, index)
+    root = snapshot.root
+    if root is not None and root.handle >> 16 == 0:
+        return False
+    if root is not None and not is_ours(snapshot, plan):
+        raise ConflictError(
+            "root-not-ours",
+            f'Root qdisc "{root.kind} {root.handle >> 16:x}:" of device {index} is not '
+            f'our "{kind} {plan.handle:x}:": left alone.',
+            hint="See `tc qdisc show`; delete it yourself if nobody needs it.",
+        )
     body = build_tc(
         index, attribute_text(TCA_KIND, kind), handle=plan.handle << 16, parent=TC_H_ROOT
     )
     try:
         rtnl.request(RTM_DELQDISC, 0, body)
     except NetlinkRefusal as error:
-        snapshot = dump_tree(rtnl, index)
-        root = snapshot.root
         if error.errno in (errno.ENOENT, errno.EINVAL):
-            if root is None or root.handle >> 16 == 0:
-                return False
-            raise ConflictError(
-                "root-not-ours",
-                f'Root qdisc "{root.kind} {root.handle >> 16:x}:" of device {index} is not '
-                f'our "{kind} {plan.handle:x}:": left alone.',
-                hint="See `tc qdisc show`; delete it yourself if nobody needs it.",
-            ) from error
+            return False  # someone was quicker
         raise named_error(error, "delete the root qdisc", f"device {index}") from error
     return True
 
 
-def read_back(rtnl: Rtnl, index: int, plan: TreePlan) -> None:
+def is_ours(snapshot: TreeSnapshot, plan: TreePlan) -> bool:
+    """Return True when the root is the planned one, whole or built only in part.
+
+    Kind and handle are not enough, since anybody may use any handle: the
+    default class must agree, and there must be no class that is not planned.
+    """
+    root = snapshot.root
+    if root is None or root.kind != _root_kind(plan) or root.handle >> 16 != plan.handle:
+        return False
+    if plan.profile is not Profile.HTB:
+        return True
+    glob = parse_attributes(root.options).get(_TCA_HTB_INIT, b"").ljust(_HTB_GLOB.size, b"\0")
+    if _HTB_GLOB.unpack_from(glob)[2] != plan.default_minor:
+        return False
+    planned = {plan.handle << 16 | one.minor for one in plan.classes}
+    found = {node.handle for node in snapshot.nodes if node.is_class and node.kind == "htb"}
+    return found <= planned
+
+
+def read_back(rtnl: Rtnl, index: int, plan: TreePlan, *, leaf_numbers: bool = True) -> None:
     """Return when every number of the tree on the device is the planned one.
 
+    Args:
+        leaf_numbers: compare the numbers of the queues too; they follow the
+            ceilings at attach, and a later change of rates leaves them.
     Raises: FailedError readback-differs, naming the field, what was found and
         what was planned.
     """
@@ -260,10 +285,26 @@ def read_back(rtnl: Rtnl, index: int, plan: TreePlan) -> None:
     _expect("root kind", root.kind if root else "none", _root_kind(plan))
     assert root is not None
     _expect("root handle", root.handle >> 16, plan.handle)
+    if not leaf_numbers:
+        plan = _without_leaf_numbers(plan)
     if plan.profile is Profile.HTB:
         _check_htb(root, classes, qdiscs, plan)
     else:
         _check_prio(root, qdiscs, plan)
+
+
+def _without_leaf_numbers(plan: TreePlan) -> TreePlan:
+    def kind_only(leaf: LeafPlan) -> LeafPlan:
+        return LeafPlan(leaf.kind, 0)
+
+    return dataclasses.replace(
+        plan,
+        classes=tuple(
+            dataclasses.replace(one, leaf=kind_only(one.leaf)) if one.leaf else one
+            for one in plan.classes
+        ),
+        bands=tuple(kind_only(leaf) for leaf in plan.bands),
+    )
 
 
 def burst_ticks(burst_bytes: int, rate_bytes_per_s: int) -> int:
@@ -554,6 +595,8 @@ def _check_prio(root: TcMessage, qdiscs: dict[int, TcMessage], plan: TreePlan) -
 def _check_leaf(found: TcMessage | None, leaf: LeafPlan, name: str) -> None:
     _expect(f"{name} queue", found.kind if found else "none", leaf.kind)
     assert found is not None
+    if not leaf.limit_bytes:
+        return  # only the kind was asked for
     if leaf.kind == "bfifo":
         (limit,) = _FIFO_OPT.unpack_from(found.options.ljust(4, b"\0"))
         _expect(f"{name} limit", limit, leaf.limit_bytes)

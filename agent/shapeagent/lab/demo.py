@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from shapeagent.kernel.signals import InterruptGuard
 from shapeagent.lab.stats import improvement
-from shapeagent.lab.topology import InterruptGuard, routed_path
+from shapeagent.lab.topology import routed_path
 from shapeagent.lab.traffic import TrafficResult, TrafficSpec, run_traffic
 from shapeagent.lab.wire import make_wire
 

@@ -3,10 +3,10 @@
 
 The HTB tree, for each class n (0..15):
 
-    1:10                root class, rate = ceil = link
-      1:(n+1)20         inner node: guarantee, ceil max(live, safe ceiling)
-        1:(n+1)00       live leaf:  guarantee, ceil live ceiling
-        1:(n+1)10       twin leaf:  next to nothing, ceil safe ceiling
+    5348:10             root class, rate = ceil = link
+      5348:(n+1)20      inner node: guarantee, ceil max(live, safe ceiling)
+        5348:(n+1)00    live leaf:  guarantee, ceil live ceiling
+        5348:(n+1)10    twin leaf:  next to nothing, ceil safe ceiling
 
 The twin takes the class's packets when a lease runs out and the safe ceiling
 is above the live one; the inner node keeps both together under one ceiling
@@ -47,7 +47,8 @@ ETHERNET_HEADER_BYTES = 14
 TCP_HEADERS_BYTES = 52  # IPv4 20, TCP 20, time stamps 12
 LEGACY_GSO_BYTES = 65_536  # GSO_LEGACY_MAX_SIZE
 
-HTB_MAJOR = 1
+# "SH": nobody else's 1: is taken for ours, nor ours for theirs.
+MAJOR = 0x5348
 ROOT_MINOR = 0x10
 MIN_MINOR, MAX_MINOR = 0x10, 0xFFFE
 
@@ -480,11 +481,11 @@ def _plan_htb(
     numbers = {one.name: one.number for one in policy.classes}
     return TreePlan(
         profile=Profile.HTB,
-        handle=HTB_MAJOR,
+        handle=MAJOR,
         default_minor=live_minor(numbers[policy.default_class]),
         classes=tuple(nodes),
-        priorities={name: HTB_MAJOR << 16 | live_minor(n) for name, n in numbers.items()},
-        safe_priorities={name: HTB_MAJOR << 16 | twin_minor(n) for name, n in numbers.items()},
+        priorities={name: MAJOR << 16 | live_minor(n) for name, n in numbers.items()},
+        safe_priorities={name: MAJOR << 16 | twin_minor(n) for name, n in numbers.items()},
     )
 
 
@@ -507,11 +508,11 @@ def _plan_prio(
     if len(bands) == 1:  # prio has at least two
         bands.append(bands[0])
     under_tbf = needs_tbf(device, link_rate_bits_per_s)
-    major = HTB_MAJOR + 1 if under_tbf else HTB_MAJOR
+    major = MAJOR + 1 if under_tbf else MAJOR
     band_of = {one.name: band for band, one in enumerate(order)}
     plan = TreePlan(
         profile=Profile.PRIO,
-        handle=HTB_MAJOR,
+        handle=MAJOR,
         default_minor=band_of[policy.default_class] + 1,
         bands=tuple(bands),
         priorities={name: major << 16 | (band + 1) for name, band in band_of.items()},

@@ -18,10 +18,10 @@ from shapeagent.kernel.probe import ensure_bpffs
 from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.model.errors import ConflictError, FailedError, ShapeError
 from shapeagent.model.reports import AttachReport, AttachRequest
-from shapeagent.model.types import Direction, IngressMode, Policy, Profile
+from shapeagent.model.types import DeviceFacts, Direction, IngressMode, Policy, Profile
 from shapeagent.policy.rules import compile_rules
 from shapeagent.service.ceilings import ceiling_states, class_words, initial_ceilings, tree_of
-from shapeagent.service.describing import interface_status, other_programs
+from shapeagent.service.describing import FILTER_PROGRAMS, interface_status, other_programs
 from shapeagent.service.detaching import restore_gso
 from shapeagent.service.planning import Wanted, make_plan
 from shapeagent.service.records import config_record, rule_write
@@ -30,28 +30,34 @@ from shapeagent.service.state import AttachState, StateDir
 if TYPE_CHECKING:
     from shapeagent.service.engine import Attached, Engine
 
-_FILTER_PROGRAMS = {Direction.EGRESS: "shp_egress", Direction.INGRESS: "shp_ingress"}
-
 
 class _Undo:
     """The steps taken back, last first, when something fails."""
 
     def __init__(self) -> None:
-        self._steps: list[Callable[[], object]] = []
+        self._steps: list[tuple[Callable[[], object], bool]] = []
 
-    def add(self, step: Callable[[], object]) -> None:
-        self._steps.append(step)
+    def add(self, step: Callable[[], object], *, only_if_clean: bool = False) -> None:
+        """Add a step; `only_if_clean` keeps the record that a detach needs to try again."""
+        self._steps.append((step, only_if_clean))
 
     def run(self) -> list[ShapeError | OSError]:
         """Undo everything; returns why some of it could not be undone."""
         failed: list[ShapeError | OSError] = []
-        for step in reversed(self._steps):
+        for step, only_if_clean in reversed(self._steps):
+            if only_if_clean and any(not _says_gone(one) for one in failed):
+                continue
             try:
                 step()
             except (ShapeError, OSError) as error:
                 failed.append(error)
         self._steps.clear()
         return failed
+
+
+def _says_gone(error: ShapeError | OSError) -> bool:
+    """Return whether an undo failed only since the device is gone, and its state with it."""
+    return isinstance(error, ShapeError) and error.reference == "interface-gone"
 
 
 def attach(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> AttachReport:
@@ -72,24 +78,7 @@ def attach(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> AttachReport:
         left = undo.run()
         if not isinstance(error, ShapeError):
             raise
-        if _is_gone(rtnl, wanted.device.index):
-            # what was on the device went with it: that it cannot be undone is no news (C34)
-            left = [one for one in left if getattr(one, "reference", "") != "interface-gone"]
-            error = FailedError(
-                "interface-gone",
-                f"{wanted.device.name} went away while shapectl was attaching.",
-                hint="See `ip link` and try again.",
-                details=(error.message,),
-            )
-        if left:
-            raise FailedError(
-                error.reference,
-                f"{error.message} Not all of it could be undone: "
-                f"{'; '.join(str(one) for one in left)}",
-                hint=error.hint,
-                details=error.details,
-            ) from error
-        raise error
+        raise _attach_error(rtnl, wanted.device, error, left) from error
     return AttachReport(
         plan=wanted.report,
         changed=True,
@@ -98,6 +87,29 @@ def attach(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> AttachReport:
         total_s=round(time.monotonic() - started, 4),
         verified_instructions=dict(state.verified),
         source_digest=state.source_digest,
+    )
+
+
+def _attach_error(
+    rtnl: Rtnl, device: DeviceFacts, error: ShapeError, left: list[ShapeError | OSError]
+) -> ShapeError:
+    """Return the error to show, with what could not be undone."""
+    if _is_gone(rtnl, device.index):
+        # what was on the device went with it: that it cannot be undone is no news (C34)
+        left = [one for one in left if not _says_gone(one)]
+        error = FailedError(
+            "interface-gone",
+            f"{device.name} went away while shapectl was attaching.",
+            hint="See `ip link` and try again.",
+            details=(error.message,),
+        )
+    if not left:
+        return error
+    return FailedError(
+        error.reference,
+        f"{error.message} Not all of it could be undone: {'; '.join(map(str, left))}",
+        hint=error.hint,
+        details=error.details,
     )
 
 
@@ -140,14 +152,14 @@ def _build(
     """Do every step; each leaves its undo behind before the next begins."""
     state = _initial_state(engine, wanted, image)
     pins = engine.bpffs_dir / store.folder.name
-    undo.add(store.remove)
+    undo.add(store.remove, only_if_clean=True)
     store.write_policy(wanted.policy.text)
     store.write(state)
 
     engine.progress("making the maps and loading the programs")
     ensure_bpffs()
     maps.remove_pins(pins)  # an attach that was killed before it had a filter
-    undo.add(lambda: maps.remove_pins(pins))
+    undo.add(lambda: maps.remove_pins(pins), only_if_clean=True)
     opened = maps.create_pinned(pins)
     programs: dict[str, LoadedProgram] = {}
     try:
@@ -239,8 +251,9 @@ def write_classes(datapath: Datapath, policy: Policy, state: AttachState) -> Non
     """Write the record of every class in both directions."""
     for direction in Direction:
         ceilings = ceiling_states(state, direction)
+        tree = tree_of(policy, state, direction)
         for one in policy.classes:
-            record = class_words(policy, state, direction, one.name, ceilings)
+            record = class_words(policy, state, direction, one.name, ceilings, tree)
             datapath.write_class(direction.number, one.number, record)
 
 
@@ -272,7 +285,7 @@ def _add_filters(
     )
     state = dataclasses.replace(state, clsact_created=created)
     store.write(state)
-    for direction, name in _FILTER_PROGRAMS.items():
+    for direction, name in FILTER_PROGRAMS.items():
         undo.add(
             lambda direction=direction: filters.del_filter(  # type: ignore[misc]
                 rtnl, index, direction, our_program_ids=ids
@@ -298,7 +311,7 @@ def _reroute(
 def _read_back(rtnl: Rtnl, state: AttachState, wanted: Wanted) -> None:
     if wanted.egress_tree is not None:
         qdisc.read_back(rtnl, state.index, wanted.egress_tree)
-    for direction, name in _FILTER_PROGRAMS.items():
+    for direction, name in FILTER_PROGRAMS.items():
         found = filters.find_ours(filters.list_filters(rtnl, state.index, direction))
         if found is None or found.program_id != state.program_ids[name]:
             raise FailedError(
@@ -409,10 +422,12 @@ def _names(policy: Policy) -> list[str]:
 def _take_up_policy(attached: Attached, wanted: Wanted) -> None:
     """Put a changed policy in force in place: rules by one switch, rates without loss."""
     policy, state = wanted.policy, attached.state
-    if [one.name for one in attached.policy.classes] != _names(policy):
+    if _names(attached.policy) != _names(policy) or (
+        attached.policy.default_class != policy.default_class
+    ):
         raise ConflictError(
             "attached-differently",
-            f"The classes of {state.device}'s policy come in another order.",
+            f"The policy of {state.device} has its classes in another order, or another default.",
             hint=f"shapectl detach {state.device}, then attach again",
         )
     write, levels, missing = rule_write(compile_rules(policy), find_cgroup)

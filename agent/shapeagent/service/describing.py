@@ -14,11 +14,13 @@ from shapeagent.model.reports import ClassStatus, InterfaceStatus
 from shapeagent.model.types import Direction
 from shapeagent.policy.plan import live_minor, twin_minor
 from shapeagent.policy.rules import compile_rules
-from shapeagent.service.ceilings import ceiling_states, tree_of
+from shapeagent.service.ceilings import ceiling_states
 from shapeagent.service.records import rule_write
 
 if TYPE_CHECKING:
     from shapeagent.service.engine import Attached
+
+FILTER_PROGRAMS = {Direction.EGRESS: "shp_egress", Direction.INGRESS: "shp_ingress"}
 
 _NO_SOCKET_SHARE = 0.05  # above it cgroup and mark rules miss too much
 _ENCAP_SHARE = 0.05
@@ -49,16 +51,20 @@ def _is_enforced(attached: Attached, direction: Direction) -> bool:
 
 def class_status(attached: Attached, class_name: str, direction: Direction) -> ClassStatus:
     """Return one class in one direction."""
-    return next(row for row in _class_rows(attached, direction) if row.name == class_name)
+    return _class_rows(attached, direction, only=class_name)[0]
 
 
-def _class_rows(attached: Attached, direction: Direction) -> list[ClassStatus]:
+def _class_rows(
+    attached: Attached, direction: Direction, *, only: str | None = None
+) -> list[ClassStatus]:
     state = attached.state
     enforced = _is_enforced(attached, direction)
     queues = _queues(attached, direction)
     now = attached.clock.read()
     rows = []
     for one in attached.policy.classes:
+        if only not in (None, one.name):
+            continue
         count = attached.datapath.count(direction.number, one.number)
         ceiling = ceiling_states(state, direction)[one.name]
         left = None
@@ -92,7 +98,7 @@ def _class_rows(attached: Attached, direction: Direction) -> list[ClassStatus]:
 
 def _queues(attached: Attached, direction: Direction) -> dict[int, tuple[int, int]]:
     """Return class number → (backlog in bytes, drops) of the tree of a direction."""
-    tree = tree_of(attached.policy, attached.state, direction)
+    tree = attached.tree(direction)
     if tree is None:
         return {}
     index = attached.state.index if direction is Direction.EGRESS else attached.state.ifb_index
@@ -113,6 +119,31 @@ def _queues(attached: Attached, direction: Direction) -> dict[int, tuple[int, in
                 sum(row.drops for row in rows),
             )
     return found
+
+
+def broken_status(key: str, netns: str | None, error: ShapeError) -> InterfaceStatus:
+    """Return the row of an attachment that cannot be read, so that it is seen."""
+    return InterfaceStatus(
+        device=key,
+        index=int(key.rpartition("-")[2]),
+        netns=netns,
+        profile="unknown",
+        ingress="unknown",
+        shadow=False,
+        link_rate_bits_per_s=0,
+        segment_limit_bytes=0,
+        policy_source="unknown",
+        policy_digest="",
+        attached_unix_s=0.0,
+        programs={},
+        verified_instructions={},
+        whitelist_entries=0,
+        whitelist_generation=0,
+        classes=(),
+        reasons={},
+        problems=tuple(text for text in (error.message, error.hint) if text),
+        warnings=(),
+    )
 
 
 def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
@@ -150,8 +181,7 @@ def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
 def _programs(attached: Attached) -> tuple[dict[str, int], list[str]]:
     programs: dict[str, int] = {}
     problems: list[str] = []
-    names = {Direction.EGRESS: "shp_egress", Direction.INGRESS: "shp_ingress"}
-    for direction, name in names.items():
+    for direction, name in FILTER_PROGRAMS.items():
         want = attached.state.program_ids.get(name)
         try:
             found = filters.find_ours(
@@ -179,16 +209,17 @@ def _problems(attached: Attached) -> list[str]:
     except ShapeError:
         return [f"interface {state.device} (index {state.index}) is gone"]
     for direction in Direction:
-        tree = tree_of(attached.policy, state, direction)
+        tree = attached.tree(direction)
         if tree is None:
             continue
         index = state.index if direction is Direction.EGRESS else state.ifb_index
         try:
-            qdisc.read_back(attached.rtnl, index, tree)
+            # the queues' numbers follow the ceilings at attach: `class set` leaves them
+            qdisc.read_back(attached.rtnl, index, tree, leaf_numbers=False)
         except ShapeError as error:
-            # queue limits follow the ceiling at attach: `class set` leaves them
-            if "limit" not in error.message:
-                found.append(error.message)
+            found.append(error.message)
+    if state.ifb_index:
+        found += _ifb_problems(attached)
     if state.gso_set is not None and read_gso(attached.rtnl, state.index) != state.gso_set:
         found.append("someone changed the segment limits (gso_max_size)")
     return found
@@ -203,6 +234,17 @@ def _stale_cgroups(attached: Attached) -> list[str]:
         return []
     again = f"shapectl attach {attached.state.device} takes it up"
     return [f"a cgroup that a rule names came, went or was made again: {again}"]
+
+
+def _ifb_problems(attached: Attached) -> list[str]:
+    """A redirect to an IFB that is down or gone loses the packet (bpf-facts row 4)."""
+    state = attached.state
+    loss = "what arrives is lost until the redirect's lease ends"
+    try:
+        device = read_device_by_index(attached.rtnl, state.ifb_index)
+    except ShapeError:
+        return [f"{state.ifb} is gone: {loss}"]
+    return [] if device.up else [f"{state.ifb} is down: {loss}"]
 
 
 def _warnings(

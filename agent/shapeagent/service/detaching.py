@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shapeagent.kernel import filters, link, maps, qdisc, routes
+from shapeagent.kernel import bpf, filters, link, maps, qdisc, routes
 from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.model.errors import FailedError, InputError, ShapeError
 from shapeagent.model.reports import DetachReport
 from shapeagent.model.types import Direction, GsoLimits, Policy
 from shapeagent.service.ceilings import tree_of
-from shapeagent.service.describing import other_programs
+from shapeagent.service.describing import FILTER_PROGRAMS, other_programs
 from shapeagent.service.documents import load_policy_text
 from shapeagent.service.state import AttachState, StateDir
 
@@ -30,7 +31,7 @@ def detach(engine: Engine, rtnl: Rtnl, device: str, *, dry_run: bool) -> DetachR
     steps: list[str] = []
     notes: list[str] = []
     if state is None:
-        notes.append("no state was found: pins are removed, qdiscs are left as they are")
+        _drop_filters(rtnl, device, pins, steps, notes, dry_run=dry_run)
     else:
         _undo_device(engine, rtnl, state, steps, notes, dry_run=dry_run)
     steps.append(f"remove the pins in {pins} and the state in {store.folder}")
@@ -43,21 +44,50 @@ def detach(engine: Engine, rtnl: Rtnl, device: str, *, dry_run: bool) -> DetachR
 def _find(engine: Engine, rtnl: Rtnl, device: str) -> tuple[str | None, AttachState | None]:
     """Return the key and state of an attachment; a damaged state counts as none."""
     try:
-        key = engine.key_of(rtnl, link.read_device(rtnl, device).index)
+        key: str | None = engine.key_of(rtnl, link.read_device(rtnl, device).index)
     except InputError:
-        prefix = engine.key_of(rtnl, 0)[:-1]
-        for path in sorted(engine.run_dir.glob(f"{prefix}*/state.json")):
-            state = StateDir(engine.run_dir, path.parent.name).read()
-            if state is not None and state.device == device:
-                return path.parent.name, state
-        raise
-    store = StateDir(engine.run_dir, key)
-    if not store.folder.exists() and not (engine.bpffs_dir / key).exists():
+        key = engine.key_by_name(rtnl, device)
+        if key is None:
+            raise
+    if not _is_known(engine, key):
+        key = engine.key_by_name(rtnl, device)
+    if key is None:
         return None, None
     try:
-        return key, store.read()
+        return key, StateDir(engine.run_dir, key).read()
     except FailedError:
         return key, None
+
+
+def _is_known(engine: Engine, key: str | None) -> bool:
+    return key is not None and any(
+        (folder / key).exists() for folder in (engine.run_dir, engine.bpffs_dir)
+    )
+
+
+def _drop_filters(
+    rtnl: Rtnl, device: str, pins: Path, steps: list[str], notes: list[str], *, dry_run: bool
+) -> None:
+    """Without a state only the pins say which filters are ours."""
+    notes.append(
+        f"no state was found: the filters go, qdiscs and segment limits of {device} stay as they "
+        f"are (see: tc qdisc show dev {device})"
+    )
+    index = link.read_device(rtnl, device).index
+    for direction, name in FILTER_PROGRAMS.items():
+        try:
+            descriptor = bpf.get_pinned(str(pins / name))
+        except FileNotFoundError:
+            continue
+        number = bpf.program_facts(descriptor).id
+        bpf.close_all([descriptor])
+        steps.append(f"delete our {direction.value} filter")
+        if dry_run:
+            continue
+        try:
+            filters.del_filter(rtnl, index, direction, our_program_ids=(number,))
+        except ShapeError as error:
+            notes.append(error.message)
 
 
 def _undo_device(
@@ -74,8 +104,8 @@ def _undo_device(
         link.read_device_by_index(rtnl, index)
     except ShapeError:
         notes.append(f"{state.device} (index {index}) is gone, and what was on it with it")
-        if state.ifb_index and not dry_run:
-            link.delete_ifb(rtnl, state.ifb_index)
+        if not dry_run:
+            _delete_ifbs(rtnl, state)
         return
 
     def do(text: str, action: Callable[[], object]) -> None:
@@ -95,8 +125,8 @@ def _undo_device(
                 rtnl, index, direction, our_program_ids=ids
             ),
         )
-    if state.ifb_index:
-        do(f"delete {state.ifb}", lambda: link.delete_ifb(rtnl, state.ifb_index))
+    if link.find_ifbs(rtnl, state.device):
+        do("delete our IFB", lambda: _delete_ifbs(rtnl, state))
     policy = _stored_policy(engine, rtnl, state, notes)
     tree = tree_of(policy, state, Direction.EGRESS) if policy else None
     if tree is not None:
@@ -112,6 +142,12 @@ def _undo_device(
         do("remove our IPv6 host routes", lambda: routes.remove_ipv6_routes(rtnl, leftover))
     if state.clsact_created:
         do("delete clsact if nobody else uses it", lambda: _drop_clsact(engine, rtnl, state, notes))
+
+
+def _delete_ifbs(rtnl: Rtnl, state: AttachState) -> None:
+    """Delete the IFB of a device, one too that an attach died before it could note."""
+    for found in link.find_ifbs(rtnl, state.device):
+        link.delete_ifb(rtnl, found.index)
 
 
 def _undo_gso(

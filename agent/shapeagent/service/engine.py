@@ -7,6 +7,7 @@ changes the kernel or the state is done under one lock.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,8 @@ from shapeagent.kernel.datapath import Datapath
 from shapeagent.kernel.link import read_device
 from shapeagent.kernel.probe import require_privileges
 from shapeagent.kernel.rtnl import Rtnl
-from shapeagent.model.errors import ConflictError, InputError
+from shapeagent.kernel.signals import InterruptGuard
+from shapeagent.model.errors import ConflictError, FailedError, InputError, ShapeError
 from shapeagent.model.reports import (
     AttachPlan,
     AttachReport,
@@ -91,12 +93,37 @@ class Attached:
         """Write a new state."""
         self.store.write(state)
         self.state = state
-        self._trees.clear()
+
+    def set_tree(self, direction: Direction, tree: TreePlan | None) -> None:
+        """Note the tree that stands after a change."""
+        self._trees[direction] = tree
 
     def close(self) -> None:
         """Close every descriptor."""
         self._maps.close()
         self.clock.close()
+
+
+class Session:
+    """Changes of one attachment while its lock is held; made by `Engine.session`."""
+
+    def __init__(self, attached: Attached) -> None:
+        self._attached = attached
+
+    def set_ceiling(
+        self,
+        class_name: str,
+        ceiling_bits_per_s: int,
+        *,
+        lease_s: float | None = None,
+        direction: str = "egress",
+    ) -> None:
+        """Set a ceiling in place; see Engine.class_set."""
+        _set_ceiling(self._attached, class_name, ceiling_bits_per_s, lease_s, direction)
+
+    def class_status(self, class_name: str, direction: str = "egress") -> ClassStatus:
+        """Return one class as it is now."""
+        return describing.class_status(self._attached, class_name, Direction(direction))
 
 
 def _as_attached(policy: Policy, state: AttachState) -> Policy:
@@ -150,7 +177,7 @@ class Engine:
             kernel lack something. An error in the middle undoes what was done.
         """
         require_privileges()
-        with locked(self.run_dir), namespaces.open_rtnl(self.netns) as rtnl:
+        with self._changing_kernel() as rtnl:
             return attaching.attach(self, rtnl, request)
 
     def detach(self, device: str, *, dry_run: bool = False) -> DetachReport:
@@ -160,7 +187,7 @@ class Engine:
             InputError: "no-such-device" where nothing of that name is known.
         """
         require_privileges()
-        with locked(self.run_dir), namespaces.open_rtnl(self.netns) as rtnl:
+        with self._changing_kernel() as rtnl:
             return detaching.detach(self, rtnl, device, dry_run=dry_run)
 
     # --- looking
@@ -175,14 +202,22 @@ class Engine:
         found = []
         with namespaces.open_rtnl(self.netns) as rtnl:
             for key in self._keys(rtnl, device):
-                attached = self._open_key(rtnl, key)
                 try:
-                    found.append(describing.interface_status(attached, self.netns))
-                finally:
-                    attached.close()
+                    found.append(self._status_of(rtnl, key))
+                except ShapeError as error:
+                    if device is not None:
+                        raise  # one was asked for; else it must not hide the others
+                    found.append(describing.broken_status(key, self.netns, error))
         if device is not None and not found:
             raise _not_attached(device)
         return tuple(found)
+
+    def _status_of(self, rtnl: Rtnl, key: str) -> InterfaceStatus:
+        attached = self._open_key(rtnl, key)
+        try:
+            return describing.interface_status(attached, self.netns)
+        finally:
+            attached.close()
 
     def class_list(self, device: str) -> tuple[ClassStatus, ...]:
         """Return the classes of a device, egress first."""
@@ -242,12 +277,24 @@ class Engine:
             InputError: "no-such-class", "ceiling-out-of-range", "bad-lease",
                 "not-shaped" (ingress is only counted).
         """
+        with self.session(device) as session:
+            session.set_ceiling(
+                class_name, ceiling_bits_per_s, lease_s=lease_s, direction=direction
+            )
+            return session.class_status(class_name, direction)
+
+    @contextlib.contextmanager
+    def session(self, device: str) -> Iterator[Session]:
+        """Hold the lock and keep one attachment open, for many changes of ceilings.
+
+        A controller opens one: a change then costs a fifth of `class_set`,
+        which opens everything, changes once and closes it again.
+        """
         require_privileges()
-        with locked(self.run_dir), namespaces.open_rtnl(self.netns) as rtnl:
+        with self._changing_kernel() as rtnl:
             attached = self._open(rtnl, device)
             try:
-                _set_ceiling(attached, class_name, ceiling_bits_per_s, lease_s, direction)
-                return describing.class_status(attached, class_name, Direction(direction))
+                yield Session(attached)
             finally:
                 attached.close()
 
@@ -315,12 +362,22 @@ class Engine:
         self, device: str, change: Callable[[Attached], WhitelistChange]
     ) -> WhitelistChange:
         require_privileges()
-        with locked(self.run_dir), namespaces.open_rtnl(self.netns) as rtnl:
+        with self._changing_kernel() as rtnl:
             attached = self._open(rtnl, device)
             try:
                 return change(attached)
             finally:
                 attached.close()
+
+    @contextlib.contextmanager
+    def _changing_kernel(self) -> Iterator[Rtnl]:
+        """Hold the lock and a socket; a signal unwinds what was begun, and only once."""
+        with (
+            InterruptGuard(),
+            locked(self.run_dir),
+            namespaces.open_rtnl(self.netns) as rtnl,
+        ):
+            yield rtnl
 
     # --- finding
 
@@ -329,26 +386,30 @@ class Engine:
         return f"{namespaces.read_netns_cookie(rtnl)}-{index}"
 
     def _keys(self, rtnl: Rtnl, device: str | None) -> list[str]:
-        prefix = f"{namespaces.read_netns_cookie(rtnl)}-"
-        keys = [key for key in list_states(self.run_dir) if key.startswith(prefix)]
+        keys = self._all_keys(rtnl)
         if device is None:
             return keys
         try:
-            wanted = self.key_of(rtnl, read_device(rtnl, device).index)
+            wanted: str | None = self.key_of(rtnl, read_device(rtnl, device).index)
         except InputError as error:
             if error.reference != "no-such-device":
                 raise
-            wanted = self._key_by_name(keys, device) or ""
-            if not wanted:
+            wanted = self.key_by_name(rtnl, device)
+            if wanted is None:
                 raise
         return [key for key in keys if key == wanted]
 
-    def _key_by_name(self, keys: Sequence[str], device: str) -> str | None:
-        """Return the attachment of a device that is gone, by the name it had."""
-        for key in keys:
-            state = StateDir(self.run_dir, key).read()
-            if state is not None and state.device == device:
-                return key
+    def _all_keys(self, rtnl: Rtnl) -> list[str]:
+        prefix = f"{namespaces.read_netns_cookie(rtnl)}-"
+        return [key for key in list_states(self.run_dir) if key.startswith(prefix)]
+
+    def key_by_name(self, rtnl: Rtnl, device: str) -> str | None:
+        """Return the attachment of a device that is gone or was made again, by its name."""
+        for key in self._all_keys(rtnl):
+            with contextlib.suppress(FailedError):  # a damaged neighbour hides nobody
+                state = StateDir(self.run_dir, key).read()
+                if state is not None and state.device == device:
+                    return key
         return None
 
     def _open(self, rtnl: Rtnl, device: str) -> Attached:
@@ -369,8 +430,8 @@ class Engine:
             return Attached(self, rtnl, store, state, key)
         except FileNotFoundError as error:
             raise ConflictError(
-                "pins-missing",
-                f"The pins of {state.device} are gone: {error}.",
+                "attachment-incomplete",
+                f"A pin or file of {state.device}'s attachment is gone: {error}.",
                 hint=f"shapectl detach {state.device}, then attach again",
             ) from error
 
@@ -471,7 +532,8 @@ def _apply_ceiling(
     record = class_words(attached.policy, state, direction, class_name, ceilings, tree)
     attached.datapath.write_class(direction.number, number, record)
     if on_twin:
-        _change_tree(attached, direction, class_name, new, tree)
+        tree = _change_tree(attached, direction, class_name, new, tree)
+    attached.set_tree(direction, tree)
 
 
 def _tree_index(attached: Attached, direction: Direction) -> int:

@@ -16,7 +16,7 @@ from shapeagent.kernel.datapath import Answer
 from shapeagent.model.codes import Code
 from shapeagent.model.errors import FailedError, InputError
 from shapeagent.model.reports import ExplainRequest, Explanation
-from shapeagent.model.types import Direction, Match, WhitelistEntry
+from shapeagent.model.types import Direction, Match, RuleKind, WhitelistEntry
 from shapeagent.policy.whitelist import format_prefix
 from shapeagent.service.describing import ceiling_in_force, priority_text
 from shapeagent.service.frames import build_frame, read_capture
@@ -91,6 +91,8 @@ def _in_words(
     rule = rules.get(answer.ref) if by_rule else None
     writes = attached.enforcement.tree(direction) is not None
     notes = [Code(answer.note).label] if answer.note else []
+    if any(one.kind is RuleKind.CGROUP for one in attached.policy.rules):
+        notes.append("cgroup rules are not asked: a test run has the socket of who asks")
     if attached.state.shadow:
         notes.append("shadow: no packet is changed")
     return Explanation(
@@ -139,16 +141,17 @@ def _deciding_entry(
         return (
             f"{format_prefix((local, 8 * len(local)))}>{format_prefix((remote, 8 * len(remote)))}"
         )
-    wanted = 8 * len(remote) if code is Code.HOST else ref
-    for entry in entries:
-        if entry.match is Match.PAIR:
-            continue
-        for end, address in ((entry.source, local), (entry.destination, remote)):
-            if end is not None and end[1] == wanted and covers(end, address):
+    if code is Code.HOST:
+        address = remote if ref else local
+        return format_prefix((address, 8 * len(address)))
+    for address, matches in (
+        (remote, (Match.DESTINATION, Match.EITHER)),
+        (local, (Match.SOURCE, Match.EITHER)),
+    ):
+        for entry in entries:
+            end = entry.destination or entry.source
+            if entry.match in matches and end and end[1] == ref and covers(end, address):
                 return format_prefix(end)
-        both = entry.destination if entry.match is Match.EITHER else None
-        if both is not None and both[1] == wanted and covers(both, local):
-            return format_prefix(both)
     return None
 
 

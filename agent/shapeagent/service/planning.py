@@ -75,9 +75,12 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
     kernel = read_kernel_facts()
     rate, rate_source = _link_rate(request, device)
     policy = _policy(request, rate)
+    profile, reason = _profile(request, device, kernel, rate, policy)
+    ingress = _ingress(request, device)
+    enforcement = Enforcement.choose(profile, ingress, shadow=policy.shadow)
     state = StateDir(engine.run_dir, engine.key_of(rtnl, device.index)).read()
     if state is None:
-        _refuse_foreign(rtnl, device, request, policy)
+        _refuse_foreign(rtnl, device, enforcement)
         gso = link.read_gso(rtnl, device.index)
     else:
         gso = state.gso_before or link.read_gso(rtnl, device.index)
@@ -87,9 +90,6 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
             gso_max_segs=gso.max_segments,
             gso_ipv4_max_size=gso.ipv4_max_size_bytes,
         )
-    profile, reason = _profile(request, device, kernel, rate, policy)
-    ingress = _ingress(request, device)
-    enforcement = Enforcement.choose(profile, ingress, shadow=policy.shadow)
     limit = 0 if policy.shadow else resolve_segment_limit(policy, device, rate)
     tree = None
     if enforcement.egress_tree is not None:
@@ -211,13 +211,10 @@ def _ingress(request: AttachRequest, device: DeviceFacts) -> IngressMode:
     return ingress
 
 
-def _refuse_foreign(
-    rtnl: Rtnl, device: DeviceFacts, request: AttachRequest, policy: Policy
-) -> None:
+def _refuse_foreign(rtnl: Rtnl, device: DeviceFacts, enforcement: Enforcement) -> None:
     """Refuse what is not ours and would be lost or in the way."""
     snapshot = qdisc.dump_tree(rtnl, device.index)
-    touches_root = not policy.shadow and request.profile != Profile.POLICE
-    if touches_root and not qdisc.is_default_root(snapshot):
+    if enforcement.egress_tree is not None and not qdisc.is_default_root(snapshot):
         root = snapshot.root
         name = f"{root.kind} {root.handle >> 16:x}:" if root else "unknown"
         raise ConflictError(
@@ -243,7 +240,7 @@ def _refuse_foreign(
                 f"Our filter slot on {device.name} is taken: {holder}.",
                 hint=f"shapectl detach {device.name}, if it is left from a shapectl that died",
             )
-        if request.ingress == IngressMode.IFB and direction is Direction.INGRESS and found:
+        if enforcement.ingress_tree is not None and direction is Direction.INGRESS and found:
             raise ConflictError(
                 "ifb-hook-shared",
                 f"{device.name} has other ingress filters, and they would see no packet after a "

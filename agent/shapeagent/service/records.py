@@ -26,6 +26,7 @@ from shapeagent.policy.rules import RuleTables
 # beyond it goes uncached, and live flows stay (F41). An LRU of 131,072
 # entries then holds at least 6 s of flood.
 INSERTS_PER_S = 20_000
+MAX_CGROUP_LEVEL = 15  # the program asks at 15 levels below the root (rules.h)
 HOLD_S = 1.0  # a moved flow stays at least so long, whatever the policy's hold
 
 _INGRESS_MODES = {
@@ -55,7 +56,7 @@ def rule_write(
     cgroups, levels, missing = [], 0, []
     for path, rule, directions in tables.cgroups:
         found = resolve(path)
-        if found is None:
+        if found is None or not 1 <= found.level <= MAX_CGROUP_LEVEL:
             missing.append(path)
             continue
         cgroups.append((found.id, rule, directions))

@@ -75,9 +75,7 @@ class AttachState:
 
     def to_json(self) -> str:
         """Return the state as JSON text."""
-        raw = dataclasses.asdict(self)
-        raw["kernel"]["qdiscs"] = sorted(self.kernel.qdiscs)
-        return json.dumps({"schema": SCHEMA, **raw})
+        return json.dumps({"schema": SCHEMA, **_plain(self)}, default=_plain)
 
     @classmethod
     def from_json(cls, text: str) -> AttachState:
@@ -104,6 +102,13 @@ class AttachState:
             return cls(**raw)
         except (KeyError, TypeError) as error:
             raise ValueError(f"damaged: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return what json cannot take as what it can; asdict would copy everything first."""
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
 
 
 class StateDir:
@@ -163,8 +168,7 @@ class StateDir:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with temporary.open("w", encoding="utf-8") as stream:
                 stream.write(text)
-                stream.flush()
-                os.fsync(stream.fileno())
+            # no fsync: pins and state go together at a crash of the machine
             temporary.rename(self.folder / name)
         except OSError as error:
             temporary.unlink(missing_ok=True)
@@ -199,8 +203,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         ) from error
     try:
         _take(descriptor, path)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(descriptor, f"{os.getpid():<20}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)

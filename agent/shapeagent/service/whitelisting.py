@@ -41,8 +41,13 @@ def read_entries(store: StateDir) -> dict[_Key, WhitelistEntry]:
     text = store.read_whitelist()
     if not text.strip():
         return {}
-    parsed = parse_list(text, LineDefaults(now_unix_s=time.time()))
-    return {key_of(entry): entry for entry in parsed.entries}
+    now_unix_s = time.time()
+    # without a time, since a list of which all has expired is no error here
+    return {
+        key_of(entry): entry
+        for entry in parse_list(text, LineDefaults()).entries
+        if entry.expires_unix_s is None or entry.expires_unix_s > now_unix_s
+    }
 
 
 def rows(store: StateDir) -> tuple[WhitelistRow, ...]:
