@@ -91,7 +91,7 @@ def test_past_its_lease_a_ceiling_falls_to_the_safe_one_by_itself(
     pair = one.pair
     with (
         UdpSink(pair.peer_netns, BULK) as sink,
-        UdpSource(pair.netns, (pair.peer_address4, BULK), bits_per_s=45 * MBIT) as source,
+        UdpSource(pair.netns, (pair.peer_address4, BULK), bits_per_s=120 * MBIT) as source,
     ):
         set_by_a_process_that_ends(one, 40 * MBIT, 1.5)
         set_s = time.monotonic()

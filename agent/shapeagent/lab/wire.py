@@ -18,6 +18,9 @@ from shapeagent.model.errors import FailedError
 # Preamble and start delimiter 8, frame check sequence 4, inter-frame gap 12 (IEEE 802.3).
 WIRE_OVERHEAD_BYTES = 24
 ETHERNET_HEADER_BYTES = 14
+CATCH_UP_FRAMES = 8  # 1 ms at 100 Mbit/s
+CATCH_UP_RATE = 10
+SPLIT_SLACK_BYTES = 64  # the overhead, and what tc and the kernel lose by rounding to ticks
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,11 @@ class WireCounters:
 def make_wire(port: Port, *, rate_bits_per_s: int, queue_ms: float, mtu: int = 1500) -> Wire:
     """Return the wire that now stands at the egress of `port`.
 
-    TBF splits a GSO packet that is larger than its burst into frames. A packet
-    of two frames must not fit, and a timer that fires late (tens of microseconds
-    are usual on a busy machine) must not cost capacity: so the burst is just
-    under two frames, and lateness up to one frame's time is made up for.
+    TBF splits a GSO packet that is larger than what its peak bucket holds into
+    frames; that is just over one, so two never pass as one. A timer that fires
+    late (hundreds of microseconds on a busy machine) must not cost capacity:
+    the shaper before the wire makes up for its own lateness, and the queue would
+    then grow here. So the wire makes up for eight frames, at ten times its rate.
 
     Args:
         queue_ms: the most the FIFO may hold, in milliseconds of the wire.
@@ -56,7 +60,8 @@ def make_wire(port: Port, *, rate_bits_per_s: int, queue_ms: float, mtu: int = 1
     Effects: replaces the root qdisc of `port`'s device. Undo: goes with the namespace.
     """
     frame_bytes = mtu + ETHERNET_HEADER_BYTES
-    burst_bytes = 2 * frame_bytes - 1
+    burst_bytes = CATCH_UP_FRAMES * frame_bytes
+    split_bytes = frame_bytes + SPLIT_SLACK_BYTES
     bytes_per_ms = rate_bits_per_s / 8 / 1000
     # TBF's limit counts frames without the 24 bytes.
     limit_bytes = int(queue_ms * bytes_per_ms * frame_bytes / (frame_bytes + WIRE_OVERHEAD_BYTES))
@@ -65,6 +70,7 @@ def make_wire(port: Port, *, rate_bits_per_s: int, queue_ms: float, mtu: int = 1
             *("tc", "-n", port.namespace, "qdisc", "replace", "dev", port.device, "root"),
             *("handle", "1:", "tbf", "rate", f"{rate_bits_per_s}bit"),
             *("burst", str(burst_bytes), "limit", str(limit_bytes)),
+            *("peakrate", f"{CATCH_UP_RATE * rate_bits_per_s}bit", "mtu", str(split_bytes)),
             *("overhead", str(WIRE_OVERHEAD_BYTES)),
         ]
     )

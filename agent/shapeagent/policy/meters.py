@@ -23,8 +23,7 @@ LARGEST_SEGMENT_WIRE_BYTES = 69_210
 # Measured at 20 and 50 Mbit/s: 5 ms of bucket 11 to 28 % of the ceiling,
 # 200 ms 92 to 95 %, 250 ms 98 to 99 %.
 DROP_QUEUE_NS = 250_000_000
-# ECN-capable packets are told long before: beyond a few milliseconds, and room
-# for one packet to come while one leaves.
+# ECN-capable packets are told before: beyond a few milliseconds, and one packet.
 CE_QUEUE_NS = 5_000_000
 SEGMENTS_IN_QUEUE = 2
 
@@ -69,8 +68,8 @@ def meter_for(
     """
     segment_bytes = max(largest_segment_wire_bytes, LARGEST_SEGMENT_WIRE_BYTES)
     segment_ns = -(-segment_bytes * 8_000_000_000 // rate_bits_per_s)
-    drop_ns = max(DROP_QUEUE_NS, 2 * SEGMENTS_IN_QUEUE * segment_ns)
-    ce_ns = max(CE_QUEUE_NS, SEGMENTS_IN_QUEUE * segment_ns)
+    drop_ns = max(DROP_QUEUE_NS, SEGMENTS_IN_QUEUE * segment_ns)
+    ce_ns = min(max(CE_QUEUE_NS, segment_ns), drop_ns // 2)
     return MeterPlan(cost=cost_of(rate_bits_per_s), ce_ns=ce_ns, drop_ns=drop_ns)
 
 
