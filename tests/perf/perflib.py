@@ -36,7 +36,13 @@ from shapeagent.model.types import (
 )
 from shapeagent.policy.rules import compile_rules
 from shapeagent.service import documents
-from shapeagent.service.records import Ceilings, class_record, config_record, rule_write
+from shapeagent.service.records import (
+    INSERTS_PER_S,
+    Ceilings,
+    class_record,
+    config_record,
+    rule_write,
+)
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -251,6 +257,14 @@ def open_bench(folder: Path | None = None) -> Bench:
     return Bench(datapath, programs, policy, pins, {c.name: c.number for c in policy.classes})
 
 
+def ship_insert_limit(bench: Bench) -> None:
+    """Set the insert limit back to what `records.config_record` writes."""
+    config = bench.datapath.read_config()
+    config.insert_limit = INSERTS_PER_S
+    config.insert_window_jiffies = round(1e9 / config.tick_ns)
+    bench.datapath.write_config(config)
+
+
 def lift_insert_limit(bench: Bench) -> None:
     """Let every new flow into the cache, so that its insert is part of what is measured."""
     config = bench.datapath.read_config()
@@ -265,7 +279,7 @@ def inserted_flows(bench: Bench) -> int:
     return kernel_maps.read_percpu_u64(bench.datapath.maps["inserts"], 0, 2, cpus)[1]
 
 
-def host_entry(address: int, match: Match = Match.EITHER, bits: int = 32) -> WhitelistEntry:
+def host_entry(address: int, match: Match = Match.DESTINATION, bits: int = 32) -> WhitelistEntry:
     """Return a whitelist entry for an IPv4 address in class stream."""
     return WhitelistEntry(match, "stream", destination=(address.to_bytes(4, "big"), bits))
 

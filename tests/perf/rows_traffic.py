@@ -120,7 +120,11 @@ def _bulk(ends: Pair, seconds: float) -> tuple[float, float]:
 
 @row("throughput")
 def throughput(options: Options) -> Sequence[Result]:
-    """One TCP flow, without and with, in turn; the segment limit is off in both."""
+    """One TCP flow, without and with, in turn; the segment limit is off in both.
+
+    The median of the pairs' ratios: a pair shares its minute of a noisy
+    machine, the best of each side does not.
+    """
     seconds = 1.0 if not options.quick else 0.4
     results = []
     with pair() as ends:
@@ -135,8 +139,7 @@ def throughput(options: Options) -> Sequence[Result]:
                     segment_limit="off",
                 ):
                     with_ours.append(_bulk(ends, seconds)[0])
-            ratio = max(with_ours) / max(without)
-            middle = median([b / a for a, b in zip(without, with_ours, strict=True)])
+            ratio = median([b / a for a, b in zip(without, with_ours, strict=True)])
             results.append(
                 Result(
                     f"TCP throughput over veth, with / without, {profile}",
@@ -144,8 +147,8 @@ def throughput(options: Options) -> Sequence[Result]:
                     "ratio",
                     target=0.97,
                     at_least=True,
-                    note=f"best {max(with_ours) / 1e9:.1f} / {max(without) / 1e9:.1f} Gbit/s, "
-                    f"median of the pairs {middle:.3f}",
+                    note=f"median of {len(without)} pairs; best "
+                    f"{max(with_ours) / 1e9:.1f} / {max(without) / 1e9:.1f} Gbit/s",
                 )
             )
     return results

@@ -333,7 +333,10 @@ def _steps(wanted: Wanted) -> tuple[str, ...]:
         )
     if wanted.enforcement.ingress_tree is not None:
         steps.append(f"make an IFB with an HTB tree for what arrives on {device}")
-    steps.append(f"add clsact to {device} unless it is there, and one filter per direction")
+    steps.append(
+        f"add clsact to {device} unless it is there, and one filter per direction (the kernel may "
+        "lose a packet in flight when clsact comes or goes)"
+    )
     if wanted.gso_wanted != wanted.gso_before:
         steps.append("let living IPv4 flows look up their route again (they take up the limit)")
     if wanted.request.reroute_ipv6:
