@@ -572,7 +572,7 @@ def add_rules(*rules: str) -> Callable[[str], str]:
 
 
 def entry(text: str, name: str = "stream", **changes: Any) -> WhitelistEntry:
-    """Return the whitelist entry of a line; it matches either end unless told otherwise."""
+    """Return the whitelist entry of a line; it names the other end unless told otherwise."""
     found, _ = parse_entry(text, LineDefaults(traffic_class=name))
     return dataclasses.replace(found, **changes)
 

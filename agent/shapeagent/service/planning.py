@@ -30,6 +30,7 @@ from shapeagent.policy.plan import (
     live_minor,
     plan_tree,
     resolve_segment_limit,
+    segment_cpu_s_per_gb,
 )
 from shapeagent.service.ceilings import Enforcement
 from shapeagent.service.documents import load_policy_text, read_policy
@@ -37,8 +38,6 @@ from shapeagent.service.state import StateDir
 
 if TYPE_CHECKING:
     from shapeagent.service.engine import Engine
-
-_SEGMENT_COST = "costs CPU per byte of bulk: see `make perf` and README"
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +295,10 @@ def _report(engine: Engine, wanted: Wanted) -> AttachPlan:
     note = "off: the device's own limit stays"
     if limit:
         slot_us = limit * 8e6 / wanted.link_rate_bits_per_s
-        note = f"{limit} bytes hold the wire for {slot_us:.0f} us; {_SEGMENT_COST}"
+        note = (
+            f"holds the wire for {slot_us:.0f} us; a GB of bulk then costs about "
+            f"{segment_cpu_s_per_gb(limit):.1f} s of CPU instead of {segment_cpu_s_per_gb(0):.1f}"
+        )
     return AttachPlan(
         device=wanted.device.name,
         netns=engine.netns,
