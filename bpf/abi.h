@@ -28,6 +28,8 @@
 #define SHP_MAX_MARKS 8		/* mark rules, walked one by one */
 #define SHP_FIELD_SLOTS 512	/* 0..255 IP protocol, 256..319 DSCP */
 #define SHP_FIELD_DSCP 256
+#define SHP_NET_LENGTHS 4	/* prefix lengths of a family that hashes take */
+#define SHP_NO_LENGTH 255	/* in shp_net_length: none from here on */
 #define SHP_NO_CLASS 255	/* in shp_host: not listed in this role */
 #define SHP_NO_DSCP 255		/* in shp_class: DSCP is not rewritten */
 
@@ -71,6 +73,8 @@
 #define SHP_F_RULE_DSCP (1 << 14)
 #define SHP_F_DGRAM_LOOK (1 << 15)	/* datagrams are not cached */
 #define SHP_F_ACTIVE_RULES_SHIFT 16	/* which half of the rules is in force */
+#define SHP_F_NET4 (1 << 17)		/* prefixes lie in nets4, not in lpm4 */
+#define SHP_F_NET6 (1 << 18)
 
 struct shp_flow4_key {			/* maps flows4, moved4 */
 	__u32 local_be;
@@ -173,16 +177,25 @@ struct shp_pair6 {			/* inner maps of pairs6 */
 	__u32 local_be[4];
 	__u32 remote_be[4];
 };
-struct shp_lpm4 {			/* inner maps of lpm4 */
+struct shp_lpm4 {			/* inner maps of lpm4 and nets4 */
 	__u32 prefix_bits;
 	__u32 addr_be;
 };
-struct shp_lpm6 {			/* inner maps of lpm6 */
+struct shp_lpm6 {			/* inner maps of lpm6 and nets6 */
 	__u32 prefix_bits;
 	__u32 addr_be[4];
 };
 
-struct shp_host {			/* value of hosts4, hosts6 */
+/*
+ * One length in use (map net_lengths): IPv4 at active * 8, IPv6 at
+ * active * 8 + 4, four slots each, the longest first.
+ */
+struct shp_net_length {
+	__u32 prefix_bits;		/* SHP_NO_LENGTH = the end */
+	__u32 mask_be[4];		/* IPv4: the first word */
+};
+
+struct shp_host {			/* value of hosts and nets */
 	__u8 local_class;		/* SHP_NO_CLASS = not listed */
 	__u8 remote_class;
 	__u16 pad;

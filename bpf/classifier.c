@@ -36,6 +36,8 @@ BPF_TABLE("lru_hash", struct shp_flow6_key, struct shp_moved, moved6, 16);
 BPF_TABLE("lru_hash", struct shp_frag_key, struct shp_flow, frags, 16);
 BPF_TABLE("lru_hash", struct shp_source, struct shp_budget, budgets, 16);
 BPF_TABLE("hash", struct shp_manual_key, struct shp_manual, manual, 1);
+BPF_TABLE("array", __u32, struct shp_net_length, net_lengths,
+	  4 * SHP_NET_LENGTHS);
 BPF_TABLE("percpu_array", __u32, struct shp_count, counts, 2 * SHP_MAX_CLASSES);
 BPF_TABLE("percpu_array", __u32, __u64, reasons, 2 * SHP_CODE_SLOTS);
 BPF_TABLE("percpu_array", __u32, struct shp_inserts, inserts, 1);
@@ -57,6 +59,10 @@ BPF_F_TABLE("hash", struct shp_pair4, struct shp_listed, pair4_inner, 1,
 	    BPF_F_NO_PREALLOC);
 BPF_F_TABLE("hash", struct shp_pair6, struct shp_listed, pair6_inner, 1,
 	    BPF_F_NO_PREALLOC);
+BPF_F_TABLE("hash", struct shp_lpm4, struct shp_host, net4_inner, 1,
+	    BPF_F_NO_PREALLOC);
+BPF_F_TABLE("hash", struct shp_lpm6, struct shp_host, net6_inner, 1,
+	    BPF_F_NO_PREALLOC);
 BPF_F_TABLE("lpm_trie", struct shp_lpm4, struct shp_listed, lpm4_inner, 1,
 	    BPF_F_NO_PREALLOC);
 BPF_F_TABLE("lpm_trie", struct shp_lpm6, struct shp_listed, lpm6_inner, 1,
@@ -65,6 +71,8 @@ BPF_ARRAY_OF_MAPS(hosts4, "host4_inner", 2);	/* slot: active */
 BPF_ARRAY_OF_MAPS(hosts6, "host6_inner", 2);
 BPF_ARRAY_OF_MAPS(pairs4, "pair4_inner", 2);
 BPF_ARRAY_OF_MAPS(pairs6, "pair6_inner", 2);
+BPF_ARRAY_OF_MAPS(nets4, "net4_inner", 2);
+BPF_ARRAY_OF_MAPS(nets6, "net6_inner", 2);
 BPF_ARRAY_OF_MAPS(lpm4, "lpm4_inner", 4);	/* slot: 2 * end + active */
 BPF_ARRAY_OF_MAPS(lpm6, "lpm6_inner", 4);
 

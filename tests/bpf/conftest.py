@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shapeagent.kernel import compile as compiler
-from shapeagent.kernel import probe
+from shapeagent.kernel import lists, probe
 from tests.bpf.kit import POLICY, Rig
 
 _HERE = Path(__file__).parent
@@ -45,7 +45,11 @@ def shared_rig(image: compiler.Image) -> Iterator[Rig]:
 
 
 @pytest.fixture
-def rig(shared_rig: Rig) -> Rig:
-    """Give the module's rig with the plain policy, no flows and no lists."""
+def rig(shared_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """Give the module's rig with the plain policy, no flows and no lists.
+
+    Short lists lie in hashes, too, if they have few prefix lengths.
+    """
+    monkeypatch.setattr(lists, "NETS_MIN_PREFIXES_PER_LENGTH", 1)
     shared_rig.apply(POLICY)
     return shared_rig

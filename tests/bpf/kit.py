@@ -157,6 +157,19 @@ def make_entry(
     )
 
 
+def many_lengths() -> list[WhitelistEntry]:
+    """Return prefixes of five lengths per family, around no address that tests send to or from.
+
+    With them in the list the kernel keeps prefixes in tries, without them in hashes (fixture rig).
+    """
+    bases = ((frames.packed("100.64.0.0"), 11), (frames.packed("64:ff9b::"), 32))
+    return [
+        make_entry("either", "signal", destination=(base, shortest + more))
+        for base, shortest in bases
+        for more in range(5)
+    ]
+
+
 class Wrapper:
     """A program that cuts the packet and pushes VLAN tags, then runs another (bpf-facts 2.6).
 

@@ -21,9 +21,11 @@ _L3_CONTROL = {2, 89, 103, 112}
 _V4_ICMP_ERRORS = {3, 11, 12}
 _V6_ICMP_CONTROL = {1, 2, 3, 4, *range(130, 138), 143}
 _EXTENSIONS = {0, 43, 44, 51, 60}
-# Expired prefixes that are looked behind: WHITELIST_RETRIES in bpf/lib/whitelist.h. One more
-# hides a shorter prefix until the list is written anew.
+# Expired prefixes that are looked behind in a trie: WHITELIST_RETRIES in bpf/lib/whitelist.h. One
+# more hides a shorter prefix until the list is written anew. Hashes, which hold the prefixes of a
+# family with few lengths, have no such limit.
 EXPIRED_SKIPPED = 2
+HASHED_LENGTHS = 4
 _WITH_PORTS = {6, 17, 136}
 _KINDS = {
     RuleKind.MARK: Code.MARK,
@@ -210,7 +212,7 @@ class Lists:
         best: tuple[int, WhitelistEntry] | None = None
         for end in covering:
             prefixes = [row for row in end if row[0] < 8 * len(remote)]
-            for bits, entry, expired in prefixes[: EXPIRED_SKIPPED + 1]:
+            for bits, entry, expired in prefixes[: self._looked_at(len(remote))]:
                 if not expired:
                     if best is None or bits > best[0]:
                         best = bits, entry
@@ -221,6 +223,20 @@ class Lists:
         if self.manual and key in self.manual:
             return self.manual[key], Code.MANUAL
         return None
+
+    def lengths(self, address_bytes: int) -> set[int]:
+        """Return the prefix lengths of a family, expired entries included."""
+        ends = [e.destination or e.source for e, _ in self.entries if e.match is not Match.PAIR]
+        return {
+            end[1]
+            for end in ends
+            if end and len(end[0]) == address_bytes and end[1] < 8 * address_bytes
+        }
+
+    def _looked_at(self, address_bytes: int) -> int:
+        if len(self.lengths(address_bytes)) <= HASHED_LENGTHS:
+            return HASHED_LENGTHS
+        return EXPIRED_SKIPPED + 1
 
     def _covering(self, address: bytes, other_end: Match) -> list[tuple[int, WhitelistEntry, bool]]:
         """Return (bits, entry, expired) of what covers one end, the longest first."""

@@ -25,6 +25,7 @@ from tests.bpf.kit import (
     Rig,
     flow_word,
     make_entry,
+    many_lengths,
 )
 
 PEER = (packed(frames.PEER4), 32)
@@ -35,12 +36,15 @@ DEFAULT = NORMAL, Code.DEFAULT
 
 
 def with_room(rig: Rig, *entries: WhitelistEntry) -> None:
-    """Put lists of every IPv4 and IPv6 kind in force, none of which names the usual peers."""
+    """Put lists of every IPv4 and IPv6 kind in force, none of which names the usual peers.
+
+    Prefixes are of one length: /24 and /48.
+    """
     filler = [
         make_entry("either", "bulk", destination=(packed("203.0.113.1"), 32)),
-        make_entry("either", "bulk", destination=(packed("203.0.113.128"), 25)),
+        make_entry("either", "bulk", destination=(packed("203.0.112.0"), 24)),
         make_entry("either", "bulk", destination=(packed("2001:db8:dead::1"), 128)),
-        make_entry("either", "bulk", destination=(packed("2001:db8:dead::"), 64)),
+        make_entry("either", "bulk", destination=(packed("2001:db8:dead::"), 48)),
         make_entry(
             "pair",
             "bulk",
@@ -131,12 +135,15 @@ def test_a_new_rule_set_is_asked_again_by_cached_flows(rig: Rig) -> None:
     assert rig.entries("flows4") == 1, "got another entry, want it refreshed in place"
 
 
+@pytest.mark.parametrize("filler", [[], many_lengths()], ids=["hashes", "tries"])
 @pytest.mark.parametrize("family", ["v4", "v6"])
-def test_a_prefix_added_or_removed_is_seen_by_cached_flows(rig: Rig, family: str) -> None:
+def test_a_prefix_added_or_removed_is_seen_by_cached_flows(
+    rig: Rig, family: str, filler: list[WhitelistEntry]
+) -> None:
     frame = tcp4(1, 2) if family == "v4" else tcp6(1, 2)
     network = ("198.51.100.0", 24) if family == "v4" else ("2001:db8:ffff::", 48)
     entry = make_entry("destination", "bulk", destination=(packed(network[0]), network[1]))
-    with_room(rig)
+    with_room(rig, *filler)
     assert rig.classify(frame) == DEFAULT
     generation = rig.control().lists_generation
     rig.add(entry)
@@ -270,8 +277,14 @@ def test_an_entry_ends_for_cached_and_new_flows_when_its_time_is_over(
     assert got_both == (DEFAULT, DEFAULT), f"got {got_both}, want the default class for both"
 
 
-def test_an_expired_prefix_does_not_hide_shorter_ones(rig: Rig) -> None:
-    bits = (30, 29, 28)
+@pytest.mark.parametrize(
+    ("bits", "filler"),
+    [((30, 29, 28), []), ((30, 29), many_lengths())],  # a trie is asked three times
+    ids=["hashes", "tries"],
+)
+def test_an_expired_prefix_does_not_hide_shorter_ones(
+    rig: Rig, bits: tuple[int, ...], filler: list[WhitelistEntry]
+) -> None:
     for family, base in (("v4", "198.51.100.4"), ("v6", "2001:db8:ffff::4")):
         width = 8 * len(packed(base))
         wide = width - 16
@@ -279,14 +292,14 @@ def test_an_expired_prefix_does_not_hide_shorter_ones(rig: Rig) -> None:
             make_entry(
                 "destination", "bulk", destination=(packed(base), width - 32 + b), expires_unix_s=1
             )
-            for b in bits[:2]
+            for b in bits
         ]
         whole = int.from_bytes(packed(base), "big") >> 16 << 16
         outer = make_entry(
             "destination", "stream", destination=(whole.to_bytes(width // 8, "big"), wide)
         )
         past = rig.clock.read() - 1
-        rig.set_list([*entries, outer], lambda _when, past=past: past)  # type: ignore[misc]
+        rig.set_list([*entries, outer, *filler], lambda _when, past=past: past)  # type: ignore[misc]
         frame = tcp4(1, 2) if family == "v4" else tcp6(1, 2)
         got = rig.verdict(frame)
         assert got == (STREAM, Code.PREFIX), f"{family}: got {got}, want the /{wide}"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shapeagent.kernel import bpf
+from shapeagent.kernel import abi, bpf
 from shapeagent.model.codes import Code
 from shapeagent.model.types import (
     Direction,
@@ -33,6 +33,7 @@ from tests.bpf.kit import (
     Rig,
     make_entry,
     make_policy,
+    many_lengths,
 )
 
 SEED = 20_260_101
@@ -149,10 +150,13 @@ class Whitelists:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
-    def entries(self, count: int, *, shortest: int) -> list[tuple[WhitelistEntry, bool]]:
+    def entries(
+        self, count: int, *, shortest: int, few_lengths: bool = False
+    ) -> list[tuple[WhitelistEntry, bool]]:
         """Return distinct entries and whether each is expired; every third is.
 
-        No prefix is shorter than `shortest`.
+        No prefix is shorter than `shortest`; few_lengths: of each family at most four lengths,
+        that the kernel keeps in hashes.
         """
         found: dict[object, tuple[WhitelistEntry, bool]] = {}
         pick = self.random
@@ -174,7 +178,10 @@ class Whitelists:
                     expires_unix_s=when,
                 )
             else:
-                bits = pick.choice((shortest, 1, 8, 9, 16, 24, 31, width - 1, width, width, width))
+                lengths: tuple[int, ...] = (shortest, 1, 8, 9, 16, 24, 31, width - 1)
+                if few_lengths:
+                    lengths = (shortest, 8, 9 if width == 32 else 48, width - 1)
+                bits = pick.choice((*lengths, width, width, width))
                 whole = int.from_bytes(address, "big") >> (width - bits) << (width - bits)
                 end = whole.to_bytes(width // 8, "big"), bits
                 if match is Match.SOURCE:
@@ -211,18 +218,27 @@ def _manual(rig: Rig, seed: int) -> Mapping[bytes, int]:
     return found
 
 
+@pytest.mark.parametrize("few_lengths", [False, True], ids=["tries", "hashes"])
 @pytest.mark.parametrize("part", range(4))
 def test_random_packets_get_the_class_and_reason_of_the_reference_classifier(
-    rig: Rig, part: int
+    rig: Rig, part: int, few_lengths: bool
 ) -> None:
     rig.apply(POLICY + (FIELD_RULES if part % 2 else ""))
-    entries = Whitelists(SEED + part).entries(70, shortest=0 if part == 3 else 1)
+    entries = Whitelists(SEED + part).entries(
+        70, shortest=0 if part == 3 else 1, few_lengths=few_lengths
+    )
+    if not few_lengths:
+        entries += [(entry, False) for entry in many_lengths()]
     now = rig.clock.read()
     # one jiffy ago, or far ahead; None never gets here
     rig.set_list(
         [entry for entry, _ in entries], lambda when: now - 1 if when == 1 else now + 10**9
     )
     lists = reference.Lists(entries, _manual(rig, SEED + part))
+    for address_bytes, flag in ((4, abi.SHP_F_NET4), (16, abi.SHP_F_NET6)):
+        hashed = len(lists.lengths(address_bytes)) <= reference.HASHED_LENGTHS
+        assert hashed == few_lengths, f"got {lists.lengths(address_bytes)}"
+        assert bool(rig.control().list_flags & flag) == hashed
     packets = Packets(SEED + part)
     codes = set()
     for number in range(1500):

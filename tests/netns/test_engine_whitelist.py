@@ -27,7 +27,7 @@ from enginekit import (
     wait_until,
 )
 
-from shapeagent.kernel import bpf
+from shapeagent.kernel import bpf, lists
 from shapeagent.model.errors import ConflictError, FailedError, InputError
 from shapeagent.model.reports import ExplainRequest
 from shapeagent.model.types import Match, WhitelistEntry
@@ -113,6 +113,41 @@ def bound_socket(netns: str, address: str, port: int) -> socket.socket:
     found.settimeout(5)
     found.bind((address, port))
     return found
+
+
+@pytest.mark.parametrize("v6", [False, True])
+def test_single_prefixes_of_ever_more_lengths_each_take_effect(
+    bench: Callable[..., Bench], v6: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel keeps up to four lengths in hashes and more in tries; nobody sees which."""
+    monkeypatch.setattr(lists, "NETS_MIN_PREFIXES_PER_LENGTH", 1)
+    one = bench()
+    one.attach()
+    others = ("fd77::/100", "fd78::/100") if v6 else ("10.77.0.0/16", "10.78.0.0/16")
+    one.engine.whitelist_import(one.device, [entry(text, "bulk") for text in others])
+    pair = one.pair
+    here, there = (pair.address6, pair.peer_address6) if v6 else (pair.address4, pair.peer_address4)
+    request = ExplainRequest(here, there, destination_port=9)
+    first = 100 if v6 else 16
+    texts = [
+        str(ipaddress.ip_network(f"{there}/{first + n}", strict=False)) for n in (2, 0, 4, 1, 3, 5)
+    ]
+    longest: list[int] = []
+    for number, text in enumerate(texts):
+        one.engine.whitelist_add(one.device, [entry(text, "bulk" if number % 2 else "stream")])
+        longest.append(int(text.rpartition("/")[2]))
+        got = one.engine.explain(one.device, request)
+        winner = longest.index(max(longest))
+        want = "bulk" if winner % 2 else "stream"
+        assert got.traffic_class == want, f"{texts[: number + 1]}: got {got}, want {want}"
+    while texts:
+        one.engine.whitelist_remove(one.device, [entry(texts.pop(), "bulk")])
+        longest.pop()
+        got = one.engine.explain(one.device, request)
+        want = "normal"
+        if longest:
+            want = "bulk" if longest.index(max(longest)) % 2 else "stream"
+        assert got.traffic_class == want, f"{texts}: got {got}, want {want}"
 
 
 def test_a_hundred_thousand_entries_come_into_effect_at_once(bench: Callable[..., Bench]) -> None:
@@ -264,7 +299,6 @@ def test_a_list_that_does_not_fit_leaves_the_old_one_in_use(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C66: all or nothing."""
-    from shapeagent.kernel import lists
 
     one = bench()
     one.attach()

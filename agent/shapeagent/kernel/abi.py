@@ -19,6 +19,8 @@ SHP_MAX_RULES = 4096
 SHP_MAX_MARKS = 8
 SHP_FIELD_SLOTS = 512
 SHP_FIELD_DSCP = 256
+SHP_NET_LENGTHS = 4
+SHP_NO_LENGTH = 255
 SHP_NO_CLASS = 255
 SHP_NO_DSCP = 255
 SHP_DECISION_BITS = 20
@@ -45,6 +47,8 @@ SHP_F_RULE_CGROUP = 1 << 13
 SHP_F_RULE_DSCP = 1 << 14
 SHP_F_DGRAM_LOOK = 1 << 15
 SHP_F_ACTIVE_RULES_SHIFT = 16
+SHP_F_NET4 = 1 << 17
+SHP_F_NET6 = 1 << 18
 SHP_SOURCE_LINK = 1
 SHP_SOURCE_ADDRESS = 2
 SHP_SOURCE_CGROUP = 3
@@ -218,6 +222,14 @@ class Lpm6(_Struct):
     _fields_ = (
         ("prefix_bits", ctypes.c_uint32),
         ("addr_be", ctypes.c_uint32 * 4),
+    )
+
+
+class NetLength(_Struct):
+    _c_name_ = "shp_net_length"
+    _fields_ = (
+        ("prefix_bits", ctypes.c_uint32),
+        ("mask_be", ctypes.c_uint32 * 4),
     )
 
 

@@ -238,20 +238,11 @@ class Datapath:
                 lists_generation=control.lists_generation + 1,
             )
         )
-        old = self._lists_in(control.list_flags)
+        old = lists.kinds_in(control.list_flags)
         if old:
             # a program that has read the old word may still be on its way to the old lists
             bpf.wait_for_readers()
             lists.clear_half(self.maps, old, control.active_lists)
-
-    @staticmethod
-    def _lists_in(flags: int) -> list[tuple[str, int]]:
-        found = {
-            (kind, half if kind.startswith("lpm") else 0)
-            for (kind, half), flag in lists._FLAGS.items()
-            if flags & flag
-        }
-        return sorted(found)
 
     def add_entry(self, entry: WhitelistEntry, number: int, expires_jiffies: int) -> None:
         """Add or change one entry in place.
@@ -261,14 +252,17 @@ class Datapath:
         """
         control = self.read_control()
         flags, is_prefix = lists.add_in_place(
-            self.maps, entry, control.active_lists, number, expires_jiffies
+            self.maps, entry, control.active_lists, control.list_flags, number, expires_jiffies
         )
         self._bump(control, is_prefix, flags)
 
     def remove_entry(self, entry: WhitelistEntry) -> None:
         """Remove one entry in place."""
         control = self.read_control()
-        self._bump(control, lists.remove_in_place(self.maps, entry, control.active_lists), 0)
+        is_prefix = lists.remove_in_place(
+            self.maps, entry, control.active_lists, control.list_flags
+        )
+        self._bump(control, is_prefix, 0)
 
     def _bump(self, control: Control, is_prefix: bool, flags: int) -> None:
         self.write_control(

@@ -5,6 +5,10 @@ A replacement fills fresh inner maps in the half that nobody reads and is then
 one write of the control word, so readers see the old lists or the new, never
 a mix. A single exact host or pair changes in place and bumps the epoch; a
 single prefix changes in place and bumps the generation.
+
+Many prefixes of few lengths lie, per family, in one hash for both ends (nets4,
+nets6; net_lengths names the lengths), others in one trie per end. Only a
+replacement chooses; what is added in place goes where the others are.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shapeagent.kernel import abi, bpf
-from shapeagent.kernel.maps import LIST_KINDS
+from shapeagent.kernel.maps import LIST_KINDS, read_array, write_array
 from shapeagent.model.errors import FailedError
 from shapeagent.model.types import Match, WhitelistEntry
 
@@ -26,8 +30,10 @@ _NONE = abi.SHP_NO_CLASS
 _HOST = struct.Struct("=BBHIQQ")
 _LISTED = struct.Struct("=QII")
 _LOCAL, _REMOTE = 0, 1
+_ADDRESS_BYTES: Mapping[str, int] = {"4": 4, "6": 16}
+_NET_FLAGS: Mapping[str, int] = {"4": abi.SHP_F_NET4, "6": abi.SHP_F_NET6}
 
-# (family bytes, role or pair) -> flag of the control word
+# (kind, role or pair) -> flag of the control word; prefixes in nets have the tries' flags, too
 _FLAGS: Mapping[tuple[str, int], int] = {
     ("pairs4", 0): abi.SHP_F_PAIR4,
     ("pairs6", 0): abi.SHP_F_PAIR6,
@@ -40,14 +46,26 @@ _FLAGS: Mapping[tuple[str, int], int] = {
     ("lpm6", _LOCAL): abi.SHP_F_LPM6_LOCAL,
     ("lpm6", _REMOTE): abi.SHP_F_LPM6_REMOTE,
 }
-ALL_FLAGS = sum(_FLAGS.values())
+ALL_FLAGS = sum(_FLAGS.values()) + sum(_NET_FLAGS.values())
+
+
+# A hash costs one look-up per length and end also where nothing is listed, a trie as many nodes as
+# it is deep: measured, new flows are cheaper by hash from about this many prefixes per length.
+NETS_MIN_PREFIXES_PER_LENGTH = 4_096
+
+# network address, length, roles, class number, expiry in jiffies
+_Prefix = tuple[bytes, int, tuple[int, ...], int, int]
 
 
 @dataclass(slots=True)
 class ListTables:
-    """Entries by inner map: (kind, half) → key → value. Half is 0 but for tries: the role."""
+    """Entries by inner map: (kind, half) → key → value. Half is 0 but for tries: the role.
+
+    lengths: family → prefix lengths of its entries in nets.
+    """
 
     tables: dict[tuple[str, int], dict[bytes, bytes]] = field(default_factory=dict)
+    lengths: dict[str, frozenset[int]] = field(default_factory=dict)
     flags: int = 0
 
     def of(self, kind: str, half: int) -> dict[bytes, bytes]:
@@ -77,14 +95,28 @@ def build_tables(
         expiry_jiffies: Unix seconds (or None) → jiffies, 0 = never.
     """
     result = ListTables()
+    prefixes: dict[str, list[_Prefix]] = {"4": [], "6": []}
     for entry in entries:
         number = class_numbers[entry.traffic_class]
         expires = expiry_jiffies(entry.expires_unix_s) if entry.expires_unix_s is not None else 0
-        _put(result, entry, number, expires)
+        _put(result, prefixes, entry, number, expires)
+    for family, found in prefixes.items():
+        lengths = frozenset(bits for _, bits, _, _, _ in found)
+        least = NETS_MIN_PREFIXES_PER_LENGTH * len(lengths)
+        if 0 < len(lengths) <= abi.SHP_NET_LENGTHS and len(found) >= least:
+            _put_nets(result, family, lengths, found)
+        else:
+            _put_tries(result, family, found)
     return result
 
 
-def _put(result: ListTables, entry: WhitelistEntry, number: int, expires: int) -> None:
+def _put(
+    result: ListTables,
+    prefixes: Mapping[str, list[_Prefix]],
+    entry: WhitelistEntry,
+    number: int,
+    expires: int,
+) -> None:
     if entry.match is Match.PAIR:
         key, kind = pair_key(entry)
         result.of(kind, 0)[key] = _LISTED.pack(expires, number, 0)
@@ -99,10 +131,43 @@ def _put(result: ListTables, entry: WhitelistEntry, number: int, expires: int) -
         for role in roles_of(entry):
             result.flags |= _FLAGS[(kind, role)]
         return
+    prefixes[family].append((address, bits, roles_of(entry), number, expires))
+
+
+def _put_nets(
+    result: ListTables, family: str, lengths: frozenset[int], prefixes: Iterable[_Prefix]
+) -> None:
+    result.lengths[family] = lengths
+    result.flags |= _NET_FLAGS[family]
+    table = result.of("nets" + family, 0)
+    for address, bits, roles, number, expires in prefixes:
+        key = prefix_key(address, bits)
+        table[key] = merge_host(table.get(key), roles, number, expires)
+        for role in roles:
+            result.flags |= _FLAGS[("lpm" + family, role)]
+
+
+def _put_tries(result: ListTables, family: str, prefixes: Iterable[_Prefix]) -> None:
     kind = "lpm" + family
-    for role in roles_of(entry):
-        result.of(kind, role)[prefix_key(address, bits)] = _LISTED.pack(expires, number, bits)
-        result.flags |= _FLAGS[(kind, role)]
+    for address, bits, roles, number, expires in prefixes:
+        for role in roles:
+            result.of(kind, role)[prefix_key(address, bits)] = _LISTED.pack(expires, number, bits)
+            result.flags |= _FLAGS[(kind, role)]
+
+
+def kinds_in(flags: int) -> list[tuple[str, int]]:
+    """Return (kind, half) of each list that these flags of a control word name."""
+    found = set()
+    for (kind, role), flag in _FLAGS.items():
+        if not flags & flag:
+            continue
+        if not kind.startswith("lpm"):
+            found.add((kind, 0))
+        elif flags & _NET_FLAGS[kind[-1]]:
+            found.add(("nets" + kind[-1], 0))
+        else:
+            found.add((kind, role))
+    return sorted(found)
 
 
 def pair_key(entry: WhitelistEntry) -> tuple[bytes, str]:
@@ -114,7 +179,7 @@ def pair_key(entry: WhitelistEntry) -> tuple[bytes, str]:
 
 
 def prefix_key(address: bytes, bits: int) -> bytes:
-    """Return a trie key: length, then the address in network order."""
+    """Return a key of tries and nets: length, then the address in network order."""
     return bits.to_bytes(4, "little") + address
 
 
@@ -186,6 +251,37 @@ def fill_half(maps: Mapping[str, int], tables: ListTables, active: int) -> None:
             _install(maps, kind, 2 * half + active, fd)
         finally:
             os.close(fd)
+    for family, lengths in tables.lengths.items():
+        _write_lengths(maps, family, active, lengths)
+
+
+def _first_length(family: str, active: int) -> int:
+    return abi.SHP_NET_LENGTHS * (2 * active + (family == "6"))
+
+
+def _write_lengths(
+    maps: Mapping[str, int], family: str, active: int, lengths: Iterable[int]
+) -> None:
+    """Name the lengths in use, the longest first, in a half where nobody reads this family's."""
+    width = 8 * _ADDRESS_BYTES[family]
+    wanted = [(bits, (1 << width) - (1 << width - bits)) for bits in sorted(lengths, reverse=True)]
+    wanted += [(abi.SHP_NO_LENGTH, 0)] * (abi.SHP_NET_LENGTHS - len(wanted))
+    for number, (bits, mask) in enumerate(wanted):
+        value = bits.to_bytes(4, "little") + mask.to_bytes(width // 8, "big").ljust(16, b"\0")
+        write_array(maps["net_lengths"], _first_length(family, active) + number, value)
+
+
+def lengths_in_use(maps: Mapping[str, int], family: str, active: int) -> tuple[int, ...]:
+    """Return the lengths that a family's nets in the half `active` are looked up by."""
+    found = []
+    for number in range(abi.SHP_NET_LENGTHS):
+        slot = _first_length(family, active) + number
+        length = read_array(maps["net_lengths"], slot, abi.NetLength)
+        bits = int(length.prefix_bits)
+        if bits == abi.SHP_NO_LENGTH:
+            break
+        found.append(bits)
+    return tuple(found)
 
 
 def filled_slots(maps: Mapping[str, int], active: int) -> list[tuple[str, int]]:
@@ -216,13 +312,18 @@ def add_in_place(
     maps: Mapping[str, int],
     entry: WhitelistEntry,
     active: int,
+    list_flags: int,
     number: int,
     expires: int,
 ) -> tuple[int, bool]:
     """Write one entry into the lists in force. Returns (flags to set, is a prefix).
 
+    Args:
+        list_flags: of the control word in force.
+
     Raises:
-        FailedError: "map-full", nothing changed: the caller replaces the whole list instead.
+        FailedError: "map-full", nothing changed: the caller replaces the whole list instead. Also
+            for a prefix of a length that the nets in force do not have.
     """
     if entry.match is Match.PAIR:
         key, kind = pair_key(entry)
@@ -233,16 +334,19 @@ def add_in_place(
     flags = 0
     if bits == len(address) * 8:
         kind = "hosts" + family
-        fd = _inner_or_new(maps, kind, active)
-        try:
-            old = bpf.lookup(fd, address, _HOST.size)
-            bpf.update(fd, address, merge_host(old, roles_of(entry), number, expires))
-        finally:
-            os.close(fd)
+        _set_roles(maps, kind, active, address, entry, number, expires)
         for role in roles_of(entry):
             flags |= _FLAGS[(kind, role)]
         return flags, False
     kind = "lpm" + family
+    if list_flags & _NET_FLAGS[family]:
+        if bits not in lengths_in_use(maps, family, active):
+            raise FailedError("map-full", f"No prefix in force has {bits} bits.")
+        key = prefix_key(address, bits)
+        _set_roles(maps, "nets" + family, active, key, entry, number, expires)
+        for role in roles_of(entry):
+            flags |= _FLAGS[(kind, role)]
+        return flags, True
     key, value = prefix_key(address, bits), _LISTED.pack(expires, number, bits)
     undo: list[tuple[int, bytes | None]] = []
     try:
@@ -260,6 +364,23 @@ def add_in_place(
                 _write(maps, kind, slot, key, old)
         raise
     return flags, True
+
+
+def _set_roles(
+    maps: Mapping[str, int],
+    kind: str,
+    slot: int,
+    key: bytes,
+    entry: WhitelistEntry,
+    number: int,
+    expires: int,
+) -> None:
+    fd = _inner_or_new(maps, kind, slot)
+    try:
+        old = bpf.lookup(fd, key, _HOST.size)
+        bpf.update(fd, key, merge_host(old, roles_of(entry), number, expires))
+    finally:
+        os.close(fd)
 
 
 def _prefix_value(maps: Mapping[str, int], kind: str, slot: int, key: bytes) -> bytes | None:
@@ -283,8 +404,14 @@ def _write(maps: Mapping[str, int], kind: str, slot: int, key: bytes, value: byt
         os.close(fd)
 
 
-def remove_in_place(maps: Mapping[str, int], entry: WhitelistEntry, active: int) -> bool:
-    """Take one entry out of the lists in force. Returns whether it is a prefix."""
+def remove_in_place(
+    maps: Mapping[str, int], entry: WhitelistEntry, active: int, list_flags: int
+) -> bool:
+    """Take one entry out of the lists in force. Returns whether it is a prefix.
+
+    Args:
+        list_flags: of the control word in force.
+    """
     if entry.match is Match.PAIR:
         key, kind = pair_key(entry)
         _erase(maps, kind, active, key)
@@ -292,23 +419,32 @@ def remove_in_place(maps: Mapping[str, int], entry: WhitelistEntry, active: int)
     address, bits = entry.destination or entry.source or (b"", 0)
     family = "4" if len(address) == 4 else "6"
     if bits == len(address) * 8:
-        fd = inner_fd(maps, "hosts" + family, active)
-        if fd is None:
-            return False
-        try:
-            old = bpf.lookup(fd, address, _HOST.size)
-            if old is not None:
-                value = merge_host(old, roles_of(entry), None, 0)
-                if host_is_empty(value):
-                    bpf.delete(fd, address)
-                else:
-                    bpf.update(fd, address, value)
-        finally:
-            os.close(fd)
+        _unset_roles(maps, "hosts" + family, active, address, entry)
         return False
+    if list_flags & _NET_FLAGS[family]:
+        _unset_roles(maps, "nets" + family, active, prefix_key(address, bits), entry)
+        return True
     for role in roles_of(entry):
         _erase(maps, "lpm" + family, 2 * role + active, prefix_key(address, bits))
     return True
+
+
+def _unset_roles(
+    maps: Mapping[str, int], kind: str, slot: int, key: bytes, entry: WhitelistEntry
+) -> None:
+    fd = inner_fd(maps, kind, slot)
+    if fd is None:
+        return
+    try:
+        old = bpf.lookup(fd, key, _HOST.size)
+        if old is not None:
+            value = merge_host(old, roles_of(entry), None, 0)
+            if host_is_empty(value):
+                bpf.delete(fd, key)
+            else:
+                bpf.update(fd, key, value)
+    finally:
+        os.close(fd)
 
 
 def _erase(maps: Mapping[str, int], kind: str, slot: int, key: bytes) -> None:

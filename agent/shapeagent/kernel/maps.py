@@ -61,6 +61,8 @@ LIST_KINDS: Mapping[str, ListKind] = {
         ListKind("hosts6", MapType.HASH, _size(abi.Host6), _size(abi.Host), 2),
         ListKind("pairs4", MapType.HASH, _size(abi.Pair4), _LISTED, 2),
         ListKind("pairs6", MapType.HASH, _size(abi.Pair6), _LISTED, 2),
+        ListKind("nets4", MapType.HASH, _size(abi.Lpm4), _size(abi.Host), 2),
+        ListKind("nets6", MapType.HASH, _size(abi.Lpm6), _size(abi.Host), 2),
         ListKind("lpm4", MapType.LPM_TRIE, _size(abi.Lpm4), _LISTED, 4),
         ListKind("lpm6", MapType.LPM_TRIE, _size(abi.Lpm6), _LISTED, 4),
     )
@@ -104,6 +106,7 @@ SHAPES: Mapping[str, MapShape] = {
         MANUAL_ENTRIES,
         bpf.F_NO_PREALLOC,
     ),
+    "net_lengths": _array(_size(abi.NetLength), 4 * abi.SHP_NET_LENGTHS),
     "counts": _array(_size(abi.Count), 2 * abi.SHP_MAX_CLASSES, MapType.PERCPU_ARRAY),
     "reasons": _array(_U64, 2 * CODE_SLOTS, MapType.PERCPU_ARRAY),
     "inserts": _array(_size(abi.Inserts), 1, MapType.PERCPU_ARRAY),
