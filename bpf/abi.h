@@ -11,6 +11,7 @@
 #ifndef SHP_ABI_H
 #define SHP_ABI_H
 
+/* Of the maps' layout: one more with each change that an older writer would break. */
 #define SHP_ABI_VERSION 1
 
 /* Slots of the map again: programs that begin anew after a pull. */

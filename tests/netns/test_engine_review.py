@@ -136,3 +136,16 @@ def test_explain_names_the_end_that_decided(bench: Callable[..., Bench]) -> None
         ExplainRequest("10.9.0.1", "10.9.0.7", source_port=1000, destination_port=1001),
     )
     assert (got.traffic_class, got.prefix) == ("stream", "10.9.0.7"), f"got {got}"
+
+
+def test_an_attachment_of_another_layout_is_refused_and_can_be_detached(
+    bench: Callable[..., Bench],
+) -> None:
+    one = bench()
+    one.attach(profile="police")
+    path = one.engine.run_dir / one.key / "state.json"
+    path.write_text(path.read_text().replace('"abi_version": 1', '"abi_version": 0'))
+    with pytest.raises(ConflictError) as caught:
+        one.engine.class_set(one.device, "bulk", 20 * MBIT)
+    assert caught.value.reference == "other-version-attached", f"got {caught.value.reference}"
+    assert one.engine.detach(one.device).changed

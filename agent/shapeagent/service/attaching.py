@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from shapeagent.kernel import bpf, filters, link, maps, qdisc, routes
+from shapeagent.kernel import abi, bpf, filters, link, maps, qdisc, routes
 from shapeagent.kernel.cgroup import find_cgroup
 from shapeagent.kernel.clock import JiffiesClock
 from shapeagent.kernel.compile import Image, LoadedProgram, find_image, load_image, read_source
@@ -137,6 +137,7 @@ def _initial_state(engine: Engine, wanted: Wanted, image: Image) -> AttachState:
         policy_source=wanted.policy.source,
         policy_digest=wanted.policy.digest,
         source_digest=image.digest,
+        abi_version=abi.SHP_ABI_VERSION,
         request=dataclasses.asdict(wanted.request),
         facts=wanted.device,
         kernel=wanted.kernel,

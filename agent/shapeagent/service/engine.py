@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from shapeagent.kernel import maps, qdisc
+from shapeagent.kernel import abi, maps, qdisc
 from shapeagent.kernel import netns as namespaces
 from shapeagent.kernel.clock import JiffiesClock
 from shapeagent.kernel.datapath import Datapath
@@ -269,7 +269,7 @@ class Engine:
         """Set the ceiling of a class in place; no packet is lost.
 
         Args:
-            ceiling_bits_per_s: wire bits; 64 kbit/s to the link rate.
+            ceiling_bits_per_s: wire bits; from the guarantee (at least 64 kbit/s) to the link rate.
             lease_s: past it the class's safe ceiling holds, kept by the
                 kernel. None: no lease.
 
@@ -425,6 +425,13 @@ class Engine:
                 "attach-unfinished",
                 f"An attach of {state.device if state else key} did not end.",
                 hint=f"shapectl detach {state.device if state else ''}, then attach again",
+            )
+        if state.abi_version != abi.SHP_ABI_VERSION:
+            raise ConflictError(
+                "other-version-attached",
+                f"{state.device} runs a classifier of another version, with maps of layout "
+                f"{state.abi_version}; this shapectl has {abi.SHP_ABI_VERSION}.",
+                hint=f"shapectl detach {state.device}, then attach again",
             )
         try:
             return Attached(self, rtnl, store, state, key)

@@ -56,6 +56,7 @@ class AttachState:
     policy_source: str
     policy_digest: str
     source_digest: str
+    abi_version: int
     request: dict[str, Any]
     facts: DeviceFacts
     kernel: KernelFacts
