@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root"),
 ]
 
-SHORT = TrafficSpec(duration_s=1.5, warm_up_s=1.5, drain_s=0.5)
+SHORT = TrafficSpec(duration_s=3.0, warm_up_s=1.5, drain_s=0.5)
 
 # A lab with traffic, as a program of its own: says what it made, then runs until a signal.
 BUSY_LAB = """
@@ -177,8 +177,9 @@ def test_bulk_signal_and_stream_add_up_to_the_wire(
     )
     got = result.bulk_wire_bits_per_s + small_bits / SHORT.duration_s
     share = got / result.wire_bits_per_s
-    # The queue of up to 100 ms may grow or shrink between the two ends of a short window.
-    assert 0.97 <= share <= 1.02, f"got {share:.4f} of the wire's own count, want 1"
+    # The queue of up to 100 ms may grow or shrink between the two ends of the window.
+    slack = 0.1 / SHORT.duration_s + 0.005
+    assert abs(share - 1) <= slack, f"got {share:.4f} of the wire's own count, want 1 ± {slack:.3f}"
 
 
 def test_every_probe_is_accounted_for(wire_run: tuple[RoutedPath, Wire, TrafficResult]) -> None:
