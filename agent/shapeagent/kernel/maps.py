@@ -200,7 +200,7 @@ def _open_one(folder: Path, name: str) -> int:
 def remove_pins(folder: Path) -> int:
     """Remove a pin folder and what is in it. Returns how many pins went."""
     try:
-        _check_folder(folder.parent)
+        _check_folder(folder.parent, sticky=True)
         _check_folder(folder)
     except FileNotFoundError:
         return 0
@@ -228,14 +228,16 @@ def make_pin_folder(folder: Path) -> None:
         try:
             one.mkdir(mode=0o700)
         except FileExistsError:
-            _check_folder(one)
+            _check_folder(one, sticky=one != folder)
         else:
             one.chmod(0o700)
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, *, sticky: bool = False) -> None:
+    """Refuse a folder that is not ours alone; a `sticky` one of ours will do as parent."""
     status = folder.lstat()
-    ours = status.st_uid == os.geteuid() and not status.st_mode & 0o022
+    closed = not status.st_mode & 0o022 or (sticky and status.st_mode & stat.S_ISVTX)
+    ours = status.st_uid == os.geteuid() and closed
     if not stat.S_ISDIR(status.st_mode) or not ours:
         raise ConflictError(
             "pins-foreign",
