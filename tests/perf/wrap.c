@@ -35,18 +35,6 @@ int perf_stale(struct __sk_buff *skb)
 	return TC_ACT_SHOT;
 }
 
-/* A new epoch before each packet: as after a change of one exact host. */
-int perf_epoch(struct __sk_buff *skb)
-{
-	__u32 zero = 0;
-	__u64 *word = ctl.lookup(&zero);
-
-	if (word)
-		*word += 1ULL << 44;	/* SHP_EPOCH_SHIFT */
-	jump.call(skb, 0);
-	return TC_ACT_SHOT;
-}
-
 /* A flow that was never seen: remote address from the range, local port random. */
 int perf_random(struct __sk_buff *skb)
 {
