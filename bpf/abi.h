@@ -12,7 +12,7 @@
 #define SHP_ABI_H
 
 /* Of the maps' layout: one more with each change that an older writer would break. */
-#define SHP_ABI_VERSION 1
+#define SHP_ABI_VERSION 2
 
 /* Slots of the map again: programs that begin anew after a pull. */
 #define SHP_AGAIN_EGRESS 0
@@ -224,14 +224,17 @@ struct shp_manual {
 #define SHP_INGRESS_COUNT 0
 #define SHP_INGRESS_POLICE 1
 #define SHP_INGRESS_IFB 2
+#define SHP_TO_IFB 0x53484946	/* in cb[0]: our second filter redirects */
 
 struct shp_config {			/* map config, slot 0 */
 	__u64 tick_ns;			/* one jiffy */
 	__u64 hold_jiffies;		/* how long a moved flow stays, at least */
 	__u64 insert_window_jiffies;	/* window of the insert limit */
 	__u64 ifb_lease_jiffies;	/* redirect while jiffies are below */
+	__u64 link_cost;		/* edt holds the link rate; 0 = the device does */
+	__u64 link_rest_cost;		/* of the link less the paced classes' guarantee */
+	__u64 link_burst_ns;		/* what the others may be ahead of that */
 	__u32 insert_limit;		/* new flows per CPU and window */
-	__u32 ifb_ifindex;
 	__u32 segment_limit_bytes;	/* 0 = none */
 	__u32 egress_mark_mask;		/* our bits of skb->mark, 0 = hands off */
 	__u32 ingress_mark_mask;
@@ -242,12 +245,14 @@ struct shp_config {			/* map config, slot 0 */
 	__u8 ingress_mode;
 	__u8 write_priority;		/* 1: our qdisc reads skb->priority */
 	__u8 class_count;		/* classes of the policy */
-	__u8 pad[2];
+	__u8 pad[6];
 };
 
 #define SHP_C_METER_LIVE (1 << 0)	/* the live ceiling is metered here */
 #define SHP_C_METER_SAFE (1 << 1)	/* past the lease: metered here */
 #define SHP_C_TWIN_SAFE (1 << 2)	/* past the lease: twin leaf */
+#define SHP_C_PACE (1 << 3)		/* by departure time; a cost of 0 = no ceiling */
+#define SHP_C_LINK (1 << 4)		/* not paced, but moves the link's clock on */
 
 /*
  * One class in one direction (map classes, slot direction * 16 + class).
@@ -274,9 +279,14 @@ struct shp_class {
 	__u8 pad;
 };
 
-struct shp_meter {			/* map meters, slot as in classes */
-	__u64 tat_ns;
-	__u64 pad[7];			/* a cache line of its own */
+/* Slots of the map meters: as in classes, and one for the link. */
+#define SHP_METER_LINK 32
+#define SHP_METER_SLOTS 33
+
+struct shp_meter {
+	__u64 tat_ns;			/* edt: the next departure */
+	__u64 rest_tat_ns;		/* link: what is not paced, by link_rest_cost */
+	__u64 pad[6];			/* a cache line of its own */
 };
 
 struct shp_count {			/* map counts, per CPU, slot as above */

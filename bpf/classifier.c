@@ -23,7 +23,7 @@
 BPF_TABLE("array", __u32, __u64, ctl, 1);
 BPF_TABLE("array", __u32, struct shp_config, config, 1);
 BPF_TABLE("array", __u32, struct shp_class, classes, 2 * SHP_MAX_CLASSES);
-BPF_TABLE("array", __u32, struct shp_meter, meters, 2 * SHP_MAX_CLASSES);
+BPF_TABLE("array", __u32, struct shp_meter, meters, SHP_METER_SLOTS);
 BPF_TABLE("array", __u32, struct shp_rule, rules, 2 * SHP_MAX_RULES);
 BPF_TABLE("array", __u32, struct shp_port_rules, ports, 4 * 65536);
 BPF_TABLE("array", __u32, __u32, fields, 4 * SHP_FIELD_SLOTS);
@@ -35,6 +35,7 @@ BPF_TABLE("lru_hash", struct shp_flow4_key, struct shp_moved, moved4, 16);
 BPF_TABLE("lru_hash", struct shp_flow6_key, struct shp_moved, moved6, 16);
 BPF_TABLE("lru_hash", struct shp_frag_key, struct shp_flow, frags, 16);
 BPF_TABLE("lru_hash", struct shp_source, struct shp_budget, budgets, 16);
+BPF_TABLE("lru_hash", __u32, __u8, spared, 16);
 BPF_TABLE("hash", struct shp_manual_key, struct shp_manual, manual, 1);
 BPF_TABLE("array", __u32, struct shp_net_length, net_lengths,
 	  4 * SHP_NET_LENGTHS);
@@ -82,6 +83,7 @@ BPF_ARRAY_OF_MAPS(lpm6, "lpm6_inner", 4);
 #include "lib/flow.h"
 #include "lib/classify.h"
 #include "lib/meter.h"
+#include "lib/pace.h"
 #include "lib/budget.h"
 #include "lib/act.h"
 #include "lib/count.h"
@@ -121,8 +123,54 @@ static __always_inline struct shp_class *class_at(__u32 dir, __u32 class)
 	return classes.lookup(&slot);
 }
 
+/* Profile edt: departure times for paced classes, a bucket for the others. */
+static __always_inline int enforce_by_time(struct __sk_buff *skb,
+					   struct shp_packet *pkt,
+					   const struct shp_config *cfg,
+					   const struct shp_class *c,
+					   struct shp_meter *m, __u64 cost,
+					   int expired, __u32 bytes)
+{
+	struct shp_meter *link = NULL;
+	__u32 slot = SHP_METER_LINK;
+	__u64 ce_ns = expired ? c->safe_ce_ns : c->live_ce_ns;
+	__u64 drop_ns = expired ? c->safe_drop_ns : c->live_drop_ns;
+	__u64 cost_ns = meter_cost_ns(cost, bytes);
+	__u64 now, from;
+	int counted = 1;
+
+	if (cfg->link_cost)
+		link = meters.lookup(&slot);
+	else if (!cost && !m->tat_ns)
+		return METER_PASS;	/* no ceiling, and never had one */
+	now = bpf_ktime_get_ns();
+	from = now;
+	if (link && link->tat_ns > now)
+		from = link->tat_ns;
+	pkt->metered = METER_PASS;
+	if (c->flags & SHP_C_PACE && cost) {
+		pkt->metered = pace_queue(skb, pkt, &m->tat_ns, now, from,
+					  cost_ns, ce_ns, drop_ns);
+	} else {
+		if (c->flags & SHP_C_PACE)	/* no ceiling any more */
+			pace_stamp(skb, m->tat_ns, now);
+		else if (c->flags & (expired ? SHP_C_METER_SAFE : SHP_C_METER_LIVE))
+			pkt->metered = meter_ceiling(&m->tat_ns, now, cost_ns,
+						     ce_ns, drop_ns);
+		if (link)
+			counted = pace_counts(link, cfg, now, bytes);
+	}
+	packet_forget();
+	if (link && counted && pkt->metered != METER_DROP)
+		pace_take(&link->tat_ns, now, meter_cost_ns(cfg->link_cost, bytes));
+	return pkt->metered;
+}
+
 /* The ceiling in force: live under a lease or without one, else safe. */
-static __always_inline int enforce_ceiling(const struct shp_class *c, __u32 dir,
+static __always_inline int enforce_ceiling(struct __sk_buff *skb,
+					   struct shp_packet *pkt,
+					   const struct shp_config *cfg,
+					   const struct shp_class *c, __u32 dir,
 					   __u32 class, int expired, __u32 bytes)
 {
 	__u32 slot = dir * SHP_MAX_CLASSES + (class & (SHP_MAX_CLASSES - 1));
@@ -130,11 +178,17 @@ static __always_inline int enforce_ceiling(const struct shp_class *c, __u32 dir,
 	__u64 cost = expired ? c->safe_cost : c->live_cost;
 	struct shp_meter *m;
 
-	if (!(c->flags & wanted) || !cost)
+	if (dir == SHP_EGRESS)
+		wanted |= SHP_C_PACE | SHP_C_LINK;
+	if (!(c->flags & wanted))
 		return METER_PASS;
 	m = meters.lookup(&slot);
 	if (!m)
 		return METER_PASS;
+	if (dir == SHP_EGRESS && c->flags & (SHP_C_PACE | SHP_C_LINK)) {
+		return enforce_by_time(skb, pkt, cfg, c, m, cost, expired,
+				       bytes);
+	}
 	return meter_ceiling(&m->tat_ns, bpf_ktime_get_ns(),
 			     meter_cost_ns(cost, bytes),
 			     expired ? c->safe_ce_ns : c->live_ce_ns,
@@ -153,7 +207,12 @@ static __always_inline int lease_is_over(const struct shp_class *c, __u64 now)
 	return c->deadline_jiffies && now >= c->deadline_jiffies;
 }
 
-/* Redirect only under a fresh lease and with a link-layer header. */
+/*
+ * To the IFB only under a fresh lease and with a link-layer header. We say so
+ * in cb[0], and our second filter redirects by mirred: bpf_redirect() to an
+ * IFB loses every packet before 6.4 (59e498a3289f, "bpf: Set skb redirect and
+ * from_ingress info in __bpf_tx_skb").
+ */
 static __always_inline int ifb_is_fresh(const struct shp_config *cfg, __u64 now)
 {
 	return cfg->ingress_mode == SHP_INGRESS_IFB && !cfg->l3_device &&
@@ -230,12 +289,14 @@ static __always_inline int shape(struct __sk_buff *skb, __u32 dir)
 		count_code(dir, SHP_N_LEASE);
 	if (dir == SHP_INGRESS && cfg->ingress_mode == SHP_INGRESS_IFB) {
 		to_ifb = ifb_is_fresh(cfg, pkt->now);
+		skb->cb[0] = 0;
 		if (!to_ifb)
 			count_code(dir, SHP_N_IFB_STALE);
 	}
 	/* the IFB's tree holds the live ceiling, not the safe one */
 	if (!to_ifb || expired)
-		metered = enforce_ceiling(c, dir, v->class, expired, bytes);
+		metered = enforce_ceiling(skb, pkt, cfg, c, dir, v->class,
+					  expired, bytes);
 	if (metered == METER_CE && !(pkt->traffic_class & 3))
 		metered = METER_PASS;	/* not ECN-capable: no mark to count */
 	if (metered == METER_CE && !shadow)
@@ -253,7 +314,7 @@ static __always_inline int shape(struct __sk_buff *skb, __u32 dir)
 	write_packet(skb, pkt, cfg, c, dir, priority_of(c, expired), !pkt->parsed);
 	if (to_ifb) {
 		skb->priority = priority_of(c, expired);
-		return bpf_redirect(cfg->ifb_ifindex, 0);
+		skb->cb[0] = SHP_TO_IFB;
 	}
 	return TC_ACT_UNSPEC;
 }

@@ -4,6 +4,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+
+# A time limit for each example fails on a busy machine and says nothing about the code.
+settings.register_profile("shapectl", deadline=None)
+settings.load_profile("shapectl")
 
 _executed: set[str] = set()
 

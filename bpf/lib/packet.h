@@ -33,6 +33,7 @@ struct shp_packet {
 	__u32 found;		/* rule found so far */
 	__u32 cached_low;	/* decision of a stale entry made current, or ~0 */
 	__u32 parsed;		/* 0, or the code that ends classification */
+	__u32 metered;		/* METER_* of a departure time */
 	__u8 is_v6;
 	__u8 protocol;
 	__u8 traffic_class;	/* DSCP and ECN */

@@ -37,6 +37,7 @@ _COMMANDS = {
     "class": "class_",
     "policy": "policy",
     "demo": "demo",
+    "bench": "bench",
     "completion": "completion",
 }
 

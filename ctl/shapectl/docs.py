@@ -95,6 +95,10 @@ _ENVIRONMENT = (
 
 _FILES = (
     ("/etc/shapectl/policy.toml", "the policy, where --policy is not given"),
+    (
+        "/etc/shapectl/management",
+        "names of management devices, one a line: attach wants --yes-management there",
+    ),
     ("/run/shapectl/", "the accepted policy, and the whitelist's owners, reasons and expiries"),
     ("/sys/fs/bpf/shapectl/", "the pinned programs and maps of each attached interface"),
 )

@@ -250,3 +250,67 @@ def time_text(unix_s: float | None) -> str | None:
     from datetime import UTC, datetime
 
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class Bar:
+    """Progress of a known number of steps on stderr, with the time left.
+
+    A bar on a terminal, else one line a step. The estimate counts until steps
+    tell better.
+    """
+
+    def __init__(self, total: int, estimate_s: float) -> None:
+        self._total = total
+        self._estimate_s = estimate_s
+        self._done = 0
+        self._started_s = time.monotonic()
+        self._rich: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Self:
+        if stderr_is_terminal():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            self._rich = Progress(
+                TextColumn("{task.completed:.0f} of {task.total:.0f}"),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._rich.start()
+            self._task = self._rich.add_task(self._left(), total=self._total)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._rich is not None:
+            self._rich.stop()
+
+    def say(self, text: str) -> None:
+        """Tell what is being done before the first step."""
+        if self._rich is not None:
+            self._rich.update(self._task, description=f"{text}, {self._left()}")
+        else:
+            note(text)
+
+    def advance(self, what: str) -> None:
+        """Count one step that is done."""
+        self._done += 1
+        if self._rich is not None:
+            self._rich.update(self._task, advance=1, description=f"{self._left()}: {what}")
+        else:
+            note(f"{self._done} of {self._total}: {what}, {self._left()}")
+
+    def _left(self) -> str:
+        spent_s = time.monotonic() - self._started_s
+        if self._done:
+            left_s = spent_s / self._done * (self._total - self._done)
+        else:
+            left_s = self._estimate_s - spent_s
+        return f"about {max(1, round(left_s / 60))} min left" if left_s > 0 else "nearly done"

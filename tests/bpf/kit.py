@@ -42,7 +42,7 @@ from shapeagent.service.records import Ceilings, class_record, config_record, ru
 from tests.bpf import frames
 
 EGRESS, INGRESS = Direction.EGRESS, Direction.INGRESS
-UNSPEC, SHOT, REDIRECT = -1, 2, 7  # TC_ACT_*
+UNSPEC, SHOT = -1, 2  # TC_ACT_*
 LINK_BITS_PER_S = 1_000_000_000
 CLASSES = ("signal", "stream", "normal", "bulk")
 SIGNAL, STREAM, NORMAL, BULK = range(4)
@@ -103,6 +103,7 @@ POLICY = HEAD + CLASS_TABLES + PORT_RULES
 # struct __sk_buff: name -> offset of the u32 (include/uapi/linux/bpf.h)
 _CONTEXT = {"mark": 8, "priority": 32, "ifindex": 40, "wire_len": 160, "gso_segs": 164}
 _CONTEXT |= {"gso_size": 176, **{f"cb{n}": 48 + 4 * n for n in range(5)}}
+_CONTEXT_TSTAMP = 152  # u64
 _CONTEXT_BYTES = 192
 _PROGRAMS = {EGRESS: ("shp_egress", "shp_explain_out"), INGRESS: ("shp_ingress", "shp_explain_in")}
 
@@ -116,13 +117,17 @@ class Outcome:
     mark: int
     frame: bytes
     cb: tuple[int, ...]
+    tstamp: int
 
 
 def context(**fields: int) -> bytes:
     """Return a struct __sk_buff with some fields set."""
     raw = bytearray(_CONTEXT_BYTES)
     for name, value in fields.items():
-        struct.pack_into("=I", raw, _CONTEXT[name], value)
+        if name == "tstamp":
+            struct.pack_into("=Q", raw, _CONTEXT_TSTAMP, value)
+        else:
+            struct.pack_into("=I", raw, _CONTEXT[name], value)
     return bytes(raw)
 
 
@@ -135,6 +140,7 @@ def run(fd: int, frame: bytes, **fields: int) -> Outcome:
         struct.unpack_from("=I", done.context, _CONTEXT["mark"])[0],
         done.data,
         struct.unpack_from("=5I", done.context, _CONTEXT["cb0"]),
+        struct.unpack_from("=Q", done.context, _CONTEXT_TSTAMP)[0],
     )
 
 
@@ -267,6 +273,7 @@ class Rig:
         resolve: Callable[[str], CgroupRef | None] = lambda _path: None,
         metered: bool | None = None,
         ceilings: Mapping[str, Ceilings] | None = None,
+        tree: TreePlan | None = None,
         **config: int,
     ) -> None:
         """Put a policy in force from a clean state: no flows, no lists, counters as they are."""
@@ -282,11 +289,13 @@ class Rig:
             ingress=ingress,
             segment_limit_bytes=segment_limit_bytes,
             cgroup_levels=levels,
+            tree=tree,
         )
         for name, value in config.items():
             setattr(record, name, value)
         self.data.write_config(record)
-        tree = self.tree() if profile is Profile.HTB else None
+        if profile is Profile.HTB:
+            tree = self.tree()
         for direction in (EGRESS, INGRESS):
             for traffic_class in self.policy.classes:
                 self.data.write_class(
@@ -300,7 +309,7 @@ class Rig:
                         kernel=self.kernel,
                         link_rate_bits_per_s=LINK_BITS_PER_S,
                         tree=tree if direction is EGRESS or ingress is IngressMode.IFB else None,
-                        metered=profile is Profile.POLICE if metered is None else metered,
+                        metered=profile is not Profile.HTB if metered is None else metered,
                     ),
                 )
         self.data.replace_rules(write)
@@ -343,11 +352,12 @@ class Rig:
 
     def clear(self) -> None:
         """Forget flows, moves, fragments, budgets, meters, inserts and manual entries."""
-        for name in ("flows4", "flows6", "moved4", "moved6", "frags", "budgets", "manual"):
+        hashes = ("flows4", "flows6", "moved4", "moved6", "frags", "budgets", "manual", "spared")
+        for name in hashes:
             shape = maps.SHAPES[name]
             for key, _ in list(bpf.iterate(self.maps[name], shape.key_bytes, shape.value_bytes)):
                 bpf.delete(self.maps[name], key)
-        for slot in range(2 * abi.SHP_MAX_CLASSES):
+        for slot in range(abi.SHP_METER_SLOTS):
             maps.write_array(self.maps["meters"], slot, abi.Meter())
         bpf.update(self.maps["inserts"], bytes(4), bytes(16 * self.kernel.possible_cpus))
 

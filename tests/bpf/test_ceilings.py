@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from shapeagent.kernel.abi import SHP_TO_IFB
 from shapeagent.model.codes import Code
 from shapeagent.model.types import Direction, IngressMode, Profile
 from shapeagent.service.records import Ceilings
@@ -19,7 +20,6 @@ from tests.bpf.kit import (
     INGRESS,
     POLICY,
     PORT_RULES,
-    REDIRECT,
     SHOT,
     UNSPEC,
     Outcome,
@@ -230,21 +230,24 @@ def test_shadow_counts_as_always_and_changes_no_packet(rig: Rig) -> None:
 
 
 def test_ingress_is_redirected_to_the_ifb_only_under_a_fresh_lease(rig: Rig) -> None:
-    rig.apply(POLICY, ingress=IngressMode.IFB, ifb_ifindex=1, ifb_lease_jiffies=1)
+    rig.apply(POLICY, ingress=IngressMode.IFB, ifb_lease_jiffies=1)
     stale = rig.reason(Code.IFB_STALE, INGRESS)
     done = rig.send(tcp4(9001, 9001), INGRESS, priority=6)
     assert (done.returned, done.priority) == (UNSPEC, 6), f"got {done}, want it to pass"
+    assert done.cb[0] != SHP_TO_IFB, f"got {done}, want no redirect"
     assert rig.reason(Code.IFB_STALE, INGRESS) == stale + 1
-    rig.apply(POLICY, ingress=IngressMode.IFB, ifb_ifindex=1, ifb_lease_jiffies=2**62)
+    rig.apply(POLICY, ingress=IngressMode.IFB, ifb_lease_jiffies=2**62)
     done = rig.send(tcp4(9001, 9001), INGRESS, priority=6)
-    assert (done.returned, done.priority) == (REDIRECT, 0x10013), f"got {done}, want a redirect"
+    assert (done.returned, done.priority) == (UNSPEC, 0x10013), f"got {done}, want our redirect"
+    assert done.cb[0] == SHP_TO_IFB, f"got {done}, want it handed to the redirect"
     assert rig.reason(Code.IFB_STALE, INGRESS) == stale + 1
-    assert rig.send(tcp4(9001, 9001)).returned == UNSPEC, "got egress redirected"
+    done = rig.send(tcp4(9001, 9001))
+    assert (done.returned, done.cb[0]) == (UNSPEC, 0), "got egress redirected"
 
 
 def test_a_device_without_link_layer_is_never_redirected(rig: Rig) -> None:
     lease = 2**62
-    rig.apply(POLICY, ingress=IngressMode.IFB, l3_only=True, ifb_ifindex=1, ifb_lease_jiffies=lease)
+    rig.apply(POLICY, ingress=IngressMode.IFB, l3_only=True, ifb_lease_jiffies=lease)
     done = rig.send(tcp4(9001, 9001)[14:] + bytes(20), INGRESS)
-    assert done.returned == UNSPEC, f"got {done.returned}, want it to pass"
+    assert (done.returned, done.cb[0]) == (UNSPEC, 0), f"got {done}, want it to pass"
     rig.apply(POLICY)

@@ -98,6 +98,8 @@ BPF_SHIM_HELPER u64 bpf_skb_cgroup_id(void *skb);
 BPF_SHIM_HELPER u64 bpf_skb_ancestor_cgroup_id(void *skb, int ancestor_level);
 BPF_SHIM_HELPER u64 bpf_get_socket_cookie(void *ctx);
 BPF_SHIM_HELPER struct bpf_sock *bpf_sk_fullsock(struct bpf_sock *sk);
+BPF_SHIM_HELPER struct bpf_tcp_sock *bpf_tcp_sock(struct bpf_sock *sk);
+BPF_SHIM_HELPER u32 bpf_get_hash_recalc(void *ctx);
 BPF_SHIM_HELPER int bpf_redirect(int ifindex, u32 flags);
 
 #endif

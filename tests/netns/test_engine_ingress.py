@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +16,17 @@ from enginekit import (
     Bench,
     UdpSink,
     UdpSource,
-    add_bpf_filter,
     pause,
     steady_rate,
     wait_growth,
     wait_until,
     write_policy,
 )
-from netlab import ip, load_program, tc
+from hookkit import SHARERS, add_other_chains
+from netlab import ip, tc
 
+from shapeagent.kernel import filters
 from shapeagent.model.errors import ConflictError
-from shapeagent.model.types import Direction
 
 pytestmark = [
     pytest.mark.netns,
@@ -138,18 +139,91 @@ def test_detach_takes_the_filter_before_the_ifb(bench: Callable[..., Bench]) -> 
         wait_until(lambda: sink.received == source.sent, f"all probes, got {sink.received}")
 
 
-def test_an_ifb_shares_its_hook_with_nobody(bench: Callable[..., Bench]) -> None:
-    """After a redirect no other ingress filter would see a packet."""
+@pytest.mark.parametrize("who", SHARERS)
+def test_an_ifb_shares_its_hook_with_nobody(bench: Callable[..., Bench], who: str) -> None:
+    """After a redirect no other ingress filter, program or chain would see a packet."""
     one = bench()
-    tc("qdisc", "add", "dev", one.device, "clsact", netns=one.netns)
-    descriptor = load_program()
-    add_bpf_filter(one.netns, one.device, Direction.INGRESS, descriptor, pref=9)
-    os.close(descriptor)
+    add, shown = SHARERS[who]
+    remove = add(one.netns, one.device)
     before = one.host_state()
     with pytest.raises(ConflictError) as caught:
         one.attach(ingress="ifb")
     assert caught.value.reference == "ifb-hook-shared", f"got {caught.value.reference}"
+    assert shown in caught.value.message, f"got {caught.value.message}, want {shown}"
+    assert "--ingress police" in (caught.value.hint or ""), f"got {caught.value.hint}"
     assert one.host_state() == before, "got a changed host, want nothing done"
+    one.attach(ingress="police")
+    assert one.status().problems == (), f"got {one.status().problems}, want none"
+    one.engine.detach(one.device)
+    remove()
+    one.attach(ingress="ifb")
+    assert one.status().problems == (), f"got {one.status().problems}, want none"
+
+
+@pytest.mark.parametrize("who", SHARERS)
+def test_who_comes_to_the_hook_later_is_shown(bench: Callable[..., Bench], who: str) -> None:
+    """`status` names it, and the redirect is not renewed: past its lease the kernel polices."""
+    one = bench()
+    one.attach(ingress="ifb")
+    add, shown = SHARERS[who]
+    remove = add(one.netns, one.device)
+    problems = one.status().problems
+    assert len(problems) == 1, f"got {problems}, want one"
+    assert shown in problems[0], f"got {problems}, want {shown}"
+    with pytest.raises(ConflictError) as caught:
+        one.attach(ingress="ifb")
+    assert caught.value.reference == "attachment-damaged", f"got {caught.value.reference}"
+    remove()
+    assert one.status().problems == (), f"got {one.status().problems}, want none"
+
+
+def test_chains_elsewhere_do_not_stand_in_the_way(bench: Callable[..., Bench]) -> None:
+    one = bench()
+    add_other_chains(one.netns, one.device)
+    one.attach(ingress="ifb")
+    assert one.status().problems == (), f"got {one.status().problems}, want none"
+
+
+def test_a_lost_redirect_is_shown_and_passes_everything(bench: Callable[..., Bench]) -> None:
+    one = bench()
+    one.attach(ingress="ifb")
+    before = one.host_state()
+    sink, source = arriving(one)
+    with sink, source:
+        wait_growth(lambda: sink.received, 50, "traffic by way of the IFB")
+        pref = str(filters.REDIRECT_PREF)
+        tc("filter", "del", "dev", one.device, "ingress", "pref", pref, netns=one.netns)
+        assert one.host_state() != before, "got the redirect still there, want it gone"
+        wait_growth(lambda: sink.received, 50, "traffic past the IFB")
+        source.end()
+        wait_until(lambda: sink.received == source.sent, f"all probes, got {sink.received}")
+    problems = one.status().problems
+    assert len(problems) == 1, f"got {problems}, want one"
+    assert "redirect" in problems[0], f"got {problems}, want our redirect missed"
+
+
+def test_what_comes_back_from_the_ifb_is_the_packet_that_went(bench: Callable[..., Bench]) -> None:
+    """Before 6.4 an IFB drops what bpf_redirect() hands to it."""
+    one = bench()
+    one.attach(ingress="ifb")
+    sink, source = arriving(one)
+    with sink, source:
+        wait_growth(lambda: sink.received, 100, "traffic by way of the IFB")
+        source.end()
+        wait_until(lambda: sink.received == source.sent, f"all probes, got {sink.received}")
+    shown = ip("-s", "-j", "link", "show", one.state()["ifb"], netns=one.netns)
+    counts = json.loads(shown)[0]["stats64"]
+    assert counts["tx"]["packets"] > 100, f"got {counts}, want all packets by the IFB"
+    assert counts["rx"]["dropped"] == 0, f"got {counts}, want none dropped"
+
+
+def test_detach_without_a_state_takes_the_redirect_too(bench: Callable[..., Bench]) -> None:
+    one = bench()
+    one.attach(ingress="ifb")
+    (one.engine.run_dir / one.key / "state.json").write_text("{")
+    one.engine.detach(one.device)
+    left = one.host_state().filters
+    assert left == (), f"got {left}, want no filter of ours"
 
 
 def test_ingress_that_is_only_counted_passes_everything(bench: Callable[..., Bench]) -> None:

@@ -75,7 +75,8 @@ def test_detach_puts_back_what_was_there(
     during = one.host_state()
     problems = one.status().problems
     assert not problems, f"got {problems} right after attach, want no problem"
-    assert len(during.filters) == 2, f"got {during.filters}, want one filter per direction"
+    want = 3 if ingress == "ifb" else 2  # one per direction, and one that redirects
+    assert len(during.filters) == want, f"got {during.filters}, want {want}"
     assert (during.tree.nodes != before.tree.nodes) == (profile == "htb"), (
         f"got {during.tree.root_kind} under {profile}"
     )

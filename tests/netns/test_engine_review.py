@@ -13,6 +13,7 @@ from enginekit import Bench, entry, write_policy
 from netlab import ip, tc
 
 from shapeagent.kernel import signals
+from shapeagent.kernel.abi import SHP_ABI_VERSION
 from shapeagent.model.errors import ConflictError
 from shapeagent.model.reports import AttachRequest, ExplainRequest
 from shapeagent.service.engine import Engine
@@ -144,7 +145,9 @@ def test_an_attachment_of_another_layout_is_refused_and_can_be_detached(
     one = bench()
     one.attach(profile="police")
     path = one.engine.run_dir / one.key / "state.json"
-    path.write_text(path.read_text().replace('"abi_version": 1', '"abi_version": 0'))
+    ours = f'"abi_version": {SHP_ABI_VERSION}'
+    assert ours in path.read_text(), f"got {path.read_text()}, want our version"
+    path.write_text(path.read_text().replace(ours, '"abi_version": 0'))
     with pytest.raises(ConflictError) as caught:
         one.engine.class_set(one.device, "bulk", 20 * MBIT)
     assert caught.value.reference == "other-version-attached", f"got {caught.value.reference}"

@@ -93,6 +93,37 @@ def test_filter_is_added_read_back_replaced_and_deleted(
         os.close(other)
 
 
+def test_redirect_stands_behind_the_classifier_and_goes_alone(
+    pair: VethPair, rtnl: Rtnl, index: int, program: int
+) -> None:
+    """It matches nothing by itself: only what the classifier wrote into the packet."""
+    filters.ensure_clsact(rtnl, index)
+    ifb = link.create_ifb(rtnl, pair.device)
+    descriptor = filters.load_redirect()
+    try:
+        redirect = filters.add_redirect(rtnl, index, ifb.index, descriptor)
+        ours = filters.add_filter(rtnl, index, INGRESS, program, "shp_ingress")
+        assert filters.list_filters(rtnl, index, INGRESS) == (ours, redirect)
+        assert not redirect.direct_action, f"got {redirect}, want its action used"
+        shown = tc("filter", "show", "dev", pair.device, "ingress", netns=pair.netns)
+        assert f"mirred (Egress Redirect to device {ifb.name}) stolen" in shown, f"got {shown}"
+        with pytest.raises(ConflictError) as caught:
+            filters.add_redirect(rtnl, index, ifb.index, descriptor)
+        assert caught.value.reference == "filter-slot-foreign"
+        with pytest.raises(ConflictError):
+            filters.del_redirect(rtnl, index, our_program_ids=[ours.program_id])
+        ids = [ours.program_id, redirect.program_id]
+        replaced = filters.replace_filter(
+            rtnl, index, INGRESS, program, "shp_ingress", our_program_ids=ids
+        )
+        assert filters.list_filters(rtnl, index, INGRESS) == (replaced, redirect)
+        assert filters.del_redirect(rtnl, index, our_program_ids=ids) is True
+        assert filters.del_redirect(rtnl, index, our_program_ids=ids) is False
+        assert filters.list_filters(rtnl, index, INGRESS) == (replaced,)
+    finally:
+        os.close(descriptor)
+
+
 def test_only_our_filter_goes(pair: VethPair, rtnl: Rtnl, index: int, program: int) -> None:
     # C26, C30
     filters.ensure_clsact(rtnl, index)

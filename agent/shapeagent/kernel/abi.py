@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from typing import ClassVar
 
-SHP_ABI_VERSION = 1
+SHP_ABI_VERSION = 2
 SHP_AGAIN_EGRESS = 0
 SHP_AGAIN_INGRESS = 1
 SHP_AGAIN_EXPLAIN_OUT = 2
@@ -55,9 +55,14 @@ SHP_SOURCE_CGROUP = 3
 SHP_INGRESS_COUNT = 0
 SHP_INGRESS_POLICE = 1
 SHP_INGRESS_IFB = 2
+SHP_TO_IFB = 0x53484946
 SHP_C_METER_LIVE = 1 << 0
 SHP_C_METER_SAFE = 1 << 1
 SHP_C_TWIN_SAFE = 1 << 2
+SHP_C_PACE = 1 << 3
+SHP_C_LINK = 1 << 4
+SHP_METER_LINK = 32
+SHP_METER_SLOTS = 33
 SHP_COST_SHIFT = 20
 SHP_WIRE_OVERHEAD = 24
 
@@ -275,8 +280,10 @@ class Config(_Struct):
         ("hold_jiffies", ctypes.c_uint64),
         ("insert_window_jiffies", ctypes.c_uint64),
         ("ifb_lease_jiffies", ctypes.c_uint64),
+        ("link_cost", ctypes.c_uint64),
+        ("link_rest_cost", ctypes.c_uint64),
+        ("link_burst_ns", ctypes.c_uint64),
         ("insert_limit", ctypes.c_uint32),
-        ("ifb_ifindex", ctypes.c_uint32),
         ("segment_limit_bytes", ctypes.c_uint32),
         ("egress_mark_mask", ctypes.c_uint32),
         ("ingress_mark_mask", ctypes.c_uint32),
@@ -287,7 +294,7 @@ class Config(_Struct):
         ("ingress_mode", ctypes.c_uint8),
         ("write_priority", ctypes.c_uint8),
         ("class_count", ctypes.c_uint8),
-        ("pad", ctypes.c_uint8 * 2),
+        ("pad", ctypes.c_uint8 * 6),
     )
 
 
@@ -317,7 +324,8 @@ class Meter(_Struct):
     _c_name_ = "shp_meter"
     _fields_ = (
         ("tat_ns", ctypes.c_uint64),
-        ("pad", ctypes.c_uint64 * 7),
+        ("rest_tat_ns", ctypes.c_uint64),
+        ("pad", ctypes.c_uint64 * 6),
     )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clsact qdisc and our one filter per direction in it.
+"""The clsact qdisc and our filters in it: one per direction, and one that redirects.
 
-Our filter has a fixed slot, so that a second attach finds it and a detach
+Each has a fixed slot, so that a second attach finds it and a detach
 removes it and nothing else. The preference lies under 49152, where the
 kernel starts to number filters that ask for none: those run after us. A u32
 filter without an action, or one that answers TC_ACT_OK, would hide us.
@@ -15,6 +15,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shapeagent.kernel import bpf
+from shapeagent.kernel.abi import SHP_TO_IFB
 from shapeagent.kernel.qdisc import dump_tree
 from shapeagent.kernel.rtnl import (
     NLM_F_CREATE,
@@ -33,6 +35,7 @@ from shapeagent.kernel.rtnl import (
     NetlinkRefusal,
     Rtnl,
     TcMessage,
+    attribute,
     attribute_text,
     attribute_u32,
     build_tc,
@@ -47,14 +50,35 @@ from shapeagent.model.types import Direction
 
 PREF = 0x5348  # "SH"
 HANDLE = 0x5348
+REDIRECT_PREF = PREF + 1  # behind the classifier
+REDIRECT_NAME = "shp_to_ifb"
 PROTOCOL = 0x0003  # ETH_P_ALL
 
 _PARENT = {Direction.EGRESS: TC_H_MIN_EGRESS, Direction.INGRESS: TC_H_MIN_INGRESS}
+_TCA_BPF_ACT = 1
 _TCA_BPF_FD = 6
 _TCA_BPF_NAME = 7
 _TCA_BPF_FLAGS = 8
 _TCA_BPF_ID = 11
 _TCA_BPF_FLAG_ACT_DIRECT = 1
+_TCA_ACT_KIND = 1
+_TCA_ACT_OPTIONS = 2
+_TCA_MIRRED_PARMS = 2
+_MIRRED = struct.Struct("=7I")  # index, capab, action, refcnt, bindcnt, eaction, ifindex
+_TC_ACT_STOLEN = 4
+_TCA_EGRESS_REDIR = 1
+
+# r2 = skb->cb[0]; r0 = 0, no match; if r2 is what the classifier wrote: r0 = -1, match; exit
+_REDIRECT_CODE = b"".join(
+    struct.pack("=BBhi", *one)
+    for one in (
+        (0x61, 0x12, 48, 0),
+        (0xB7, 0, 0, 0),
+        (0x55, 0x02, 1, SHP_TO_IFB),
+        (0xB7, 0, 0, -1),
+        (0x95, 0, 0, 0),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +96,16 @@ class FilterInfo:
 
     @property
     def in_our_slot(self) -> bool:
-        """True when it stands where ours would."""
-        return (self.pref, self.handle, self.protocol, self.kind) == (PREF, HANDLE, PROTOCOL, "bpf")
+        """True when it stands where our classifier would."""
+        return self._stands_at(PREF)
+
+    @property
+    def in_redirect_slot(self) -> bool:
+        """True when it stands where our redirect to the IFB would."""
+        return self._stands_at(REDIRECT_PREF)
+
+    def _stands_at(self, pref: int) -> bool:
+        return (self.pref, self.handle, self.protocol, self.kind) == (pref, HANDLE, PROTOCOL, "bpf")
 
     def __str__(self) -> str:
         program = f" program {self.program_id} {self.name}" if self.kind == "bpf" else ""
@@ -167,16 +199,68 @@ def del_filter(
     Raises: ConflictError filter-slot-foreign where another program stands there.
     """
     holder = find_ours(list_filters(rtnl, index, direction))
-    if holder is None:
-        return False
-    _refuse_foreign((holder,), our_program_ids)
+    return _delete(rtnl, index, direction, holder, our_program_ids)
+
+
+def load_redirect() -> int:
+    """Return the descriptor of the program that matches what the classifier sends to the IFB."""
+    descriptor, _log = bpf.load_program(REDIRECT_NAME, _REDIRECT_CODE)
+    return descriptor
+
+
+def add_redirect(rtnl: Rtnl, index: int, ifb_index: int, program_fd: int) -> FilterInfo:
+    """Return our new ingress filter behind the classifier, as read back.
+
+    It hands what its program matches to the IFB, by the action mirred.
+
+    Raises: ConflictError filter-slot-foreign; UnsupportedError mirred-missing.
+    Undo: `del_redirect`.
+    """
+    parms = _MIRRED.pack(0, 0, _TC_ACT_STOLEN, 0, 0, _TCA_EGRESS_REDIR, ifb_index)
+    action = nested(
+        1,  # the first and only one
+        attribute_text(_TCA_ACT_KIND, "mirred"),
+        nested(_TCA_ACT_OPTIONS, attribute(_TCA_MIRRED_PARMS, parms)),
+    )
+    options = nested(
+        TCA_OPTIONS,
+        nested(_TCA_BPF_ACT, action),
+        attribute_u32(_TCA_BPF_FD, program_fd),
+        attribute_text(_TCA_BPF_NAME, REDIRECT_NAME),
+    )
+    body = _filter_body(index, Direction.INGRESS, options, pref=REDIRECT_PREF)
+    _refuse_foreign(list_filters(rtnl, index, Direction.INGRESS), None, pref=REDIRECT_PREF)
     try:
-        rtnl.request(RTM_DELTFILTER, 0, _filter_body(index, direction))
+        rtnl.request(RTM_NEWTFILTER, NLM_F_CREATE | NLM_F_EXCL, body)
     except NetlinkRefusal as error:
-        if error.errno in (errno.ENOENT, errno.EINVAL):
-            return False
-        raise named_error(error, "delete the filter", f"device {index}") from error
-    return True
+        if error.errno in (errno.ENOENT, errno.EOPNOTSUPP):
+            raise UnsupportedError(
+                "mirred-missing",
+                f"The kernel has no action mirred: {error.strerror}.",
+                hint="Use --ingress police, or load the module: modprobe act_mirred",
+            ) from error
+        raise named_error(error, "add the redirect", f"device {index}") from error
+    found = find_redirect(list_filters(rtnl, index, Direction.INGRESS))
+    if found is None:
+        raise _removed_at_once(Direction.INGRESS, index)
+    return found
+
+
+def del_redirect(rtnl: Rtnl, index: int, *, our_program_ids: Sequence[int]) -> bool:
+    """Return True when our redirect was deleted, False when it was gone already.
+
+    Raises: ConflictError filter-slot-foreign where another program stands there.
+    """
+    holder = find_redirect(list_filters(rtnl, index, Direction.INGRESS))
+    return _delete(rtnl, index, Direction.INGRESS, holder, our_program_ids)
+
+
+def find_redirect(filters: Sequence[FilterInfo]) -> FilterInfo | None:
+    """Return the filter in the slot of our redirect, None where it is empty."""
+    for info in filters:
+        if info.in_redirect_slot:
+            return info
+    return None
 
 
 def find_ours(filters: Sequence[FilterInfo]) -> FilterInfo | None:
@@ -227,14 +311,33 @@ def _found_clsact(rtnl: Rtnl, index: int) -> bool:
     return True
 
 
-def _filter_body(index: int, direction: Direction, *attributes: bytes) -> bytes:
+def _delete(
+    rtnl: Rtnl,
+    index: int,
+    direction: Direction,
+    holder: FilterInfo | None,
+    our_program_ids: Sequence[int],
+) -> bool:
+    if holder is None:
+        return False
+    _refuse_foreign((holder,), our_program_ids, pref=holder.pref)
+    try:
+        rtnl.request(RTM_DELTFILTER, 0, _filter_body(index, direction, pref=holder.pref))
+    except NetlinkRefusal as error:
+        if error.errno in (errno.ENOENT, errno.EINVAL):
+            return False
+        raise named_error(error, "delete the filter", f"device {index}") from error
+    return True
+
+
+def _filter_body(index: int, direction: Direction, *attributes: bytes, pref: int = PREF) -> bytes:
     return build_tc(
         index,
         attribute_text(TCA_KIND, "bpf"),
         *attributes,
         handle=HANDLE,
         parent=_PARENT[direction],
-        info=PREF << 16 | socket.htons(PROTOCOL),
+        info=pref << 16 | socket.htons(PROTOCOL),
     )
 
 
@@ -258,24 +361,31 @@ def _put_filter(
 def _read_ours(rtnl: Rtnl, index: int, direction: Direction) -> FilterInfo:
     info = find_ours(list_filters(rtnl, index, direction))
     if info is None:
-        raise ConflictError(
-            "filter-slot-foreign",
-            f"Our {direction} filter on device {index} was removed at once by someone else.",
-            hint="Find out who manages tc filters here.",
-        )
+        raise _removed_at_once(direction, index)
     return info
 
 
-def _refuse_foreign(filters: Sequence[FilterInfo], ours: Sequence[int] | None) -> None:
+def _removed_at_once(direction: Direction, index: int) -> ConflictError:
+    return ConflictError(
+        "filter-slot-foreign",
+        f"Our {direction} filter on device {index} was removed at once by someone else.",
+        hint="Find out who manages tc filters here.",
+    )
+
+
+def _refuse_foreign(
+    filters: Sequence[FilterInfo], ours: Sequence[int] | None, *, pref: int = PREF
+) -> None:
     """Raise where something that is not ours has our preference or slot."""
     for info in filters:
-        if info.pref != PREF:
+        if info.pref != pref:
             continue
-        if ours is not None and info.in_our_slot and info.program_id in ours:
+        is_slot = info.in_our_slot or info.in_redirect_slot
+        if ours is not None and is_slot and info.program_id in ours:
             continue
         raise ConflictError(
             "filter-slot-foreign",
-            f"Our filter slot (pref {PREF}) is held: {info}.",
+            f"Our filter slot (pref {pref}) is held: {info}.",
             hint=f"See `tc filter show dev DEVICE {info.direction}`; it is not ours to remove.",
         )
 

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import difflib
 import errno
 import fcntl
 import hashlib
 import re
+import socket
 import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from shapeagent.kernel.rtnl import (
     TC_H_ROOT,
     NetlinkRefusal,
     Rtnl,
+    attribute,
     attribute_text,
     attribute_u32,
     build_tc,
@@ -34,7 +37,13 @@ from shapeagent.kernel.rtnl import (
     parse_tc,
     parse_text,
 )
-from shapeagent.model.errors import ConflictError, FailedError, InputError, UnsupportedError
+from shapeagent.model.errors import (
+    ConflictError,
+    FailedError,
+    InputError,
+    ShapeError,
+    UnsupportedError,
+)
 from shapeagent.model.types import DeviceFacts, GsoLimits
 
 NAME_MAX_BYTES = 15  # IFNAMSIZ - 1
@@ -59,6 +68,9 @@ _IFLA_GSO_IPV4_MAX_SIZE = 63
 _IFLA_INFO_KIND = 1
 _IFLA_INFO_DATA = 2
 _IFLA_VLAN_EGRESS_QOS = 3
+
+# IFLA_AF_SPEC > AF_INET6 > IFLA_INET6_ADDR_GEN_MODE = IN6_ADDR_GEN_MODE_NONE
+_NO_IPV6_ADDRESS = nested(26, nested(socket.AF_INET6, attribute(8, b"\1")))
 
 _SIOCETHTOOL = 0x8946
 _ETHTOOL_GSET = 1
@@ -217,6 +229,8 @@ def derive_ifb_name(device: str, taken: Collection[str]) -> str:
 def create_ifb(rtnl: Rtnl, device: str, *, queues: int = 1) -> DeviceFacts:
     """Return a new IFB that is up, named after `device` and marked as ours by its alias.
 
+    It has no IPv6 address, so that it sends no solicitations through the tree.
+
     Raises: UnsupportedError ifb-missing; ConflictError ifb-names-taken.
     Undo: `delete_ifb`.
     """
@@ -224,7 +238,7 @@ def create_ifb(rtnl: Rtnl, device: str, *, queues: int = 1) -> DeviceFacts:
     while True:
         name = derive_ifb_name(device, taken)
         body = (
-            _IFINFOMSG.pack(0, 0, 0, _IFF_UP, _IFF_UP)
+            _IFINFOMSG.pack(0, 0, 0, 0, 0)
             + attribute_text(_IFLA_IFNAME, name)
             + attribute_u32(_IFLA_NUM_TX_QUEUES, queues)
             + attribute_u32(_IFLA_NUM_RX_QUEUES, queues)
@@ -248,10 +262,15 @@ def create_ifb(rtnl: Rtnl, device: str, *, queues: int = 1) -> DeviceFacts:
     body = _IFINFOMSG.pack(0, 0, facts.index, 0, 0)
     try:
         rtnl.request(RTM_NEWLINK, 0, body + attribute_text(_IFLA_IFALIAS, IFB_ALIAS + device))
-    except OSError as error:
+        with contextlib.suppress(NetlinkRefusal):  # no IPv6 here: nothing to silence
+            rtnl.request(RTM_NEWLINK, 0, body + _NO_IPV6_ADDRESS)
+        set_up(rtnl, facts.index)
+    except (OSError, ShapeError) as error:
         rtnl.request(RTM_DELLINK, 0, body)
+        if isinstance(error, ShapeError):
+            raise
         raise named_error(error, "mark the IFB", name) from error
-    return facts
+    return read_device_by_index(rtnl, facts.index)
 
 
 def find_ifbs(rtnl: Rtnl, device: str) -> tuple[LinkIdentity, ...]:

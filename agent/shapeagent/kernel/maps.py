@@ -24,6 +24,7 @@ FLOW_ENTRIES = 131_072  # 11 MB for IPv4 (bpf-facts 3)
 MOVED_ENTRIES = 16_384
 FRAG_ENTRIES = 8_192
 BUDGET_ENTRIES = 65_536
+SPARED_ENTRIES = 16_384  # flows that lost their last packet in front of fq
 MANUAL_ENTRIES = 65_536
 CGROUP_ENTRIES = 1_024
 CODE_SLOTS = 64
@@ -81,7 +82,7 @@ SHAPES: Mapping[str, MapShape] = {
     "ctl": _array(_U64, 1),
     "config": _array(_size(abi.Config), 1),
     "classes": _array(_size(abi.Class), 2 * abi.SHP_MAX_CLASSES),
-    "meters": _array(_size(abi.Meter), 2 * abi.SHP_MAX_CLASSES),
+    "meters": _array(_size(abi.Meter), abi.SHP_METER_SLOTS),
     "rules": _array(_size(abi.Rule), 2 * abi.SHP_MAX_RULES),
     "ports": _array(_size(abi.PortRules), 4 * 65536),
     "fields": _array(_U32, 4 * abi.SHP_FIELD_SLOTS),
@@ -99,6 +100,7 @@ SHAPES: Mapping[str, MapShape] = {
     "moved6": _lru(abi.Flow6Key, abi.Moved, MOVED_ENTRIES),
     "frags": _lru(abi.FragKey, abi.Flow, FRAG_ENTRIES),
     "budgets": _lru(abi.Source, abi.Budget, BUDGET_ENTRIES),
+    "spared": MapShape(MapType.LRU_HASH, _U32, 1, SPARED_ENTRIES, 0),
     "manual": MapShape(
         MapType.HASH,
         _size(abi.ManualKey),

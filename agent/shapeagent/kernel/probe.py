@@ -12,10 +12,12 @@ from pathlib import Path
 
 from shapeagent.kernel.link import create_scratch
 from shapeagent.kernel.netns import run_in_new_netns
+from shapeagent.kernel.qdisc import fq_has_bands
 from shapeagent.kernel.rtnl import (
     NLM_F_CREATE,
     NLM_F_EXCL,
     RTM_DELQDISC,
+    RTM_GETQDISC,
     RTM_NEWQDISC,
     TC_H_CLSACT,
     TC_H_CLSACT_HANDLE,
@@ -28,6 +30,7 @@ from shapeagent.kernel.rtnl import (
     attribute_text,
     build_tc,
     nested,
+    parse_tc,
 )
 from shapeagent.model.errors import FailedError, PrivilegeError, UnsupportedError
 from shapeagent.model.types import KernelFacts
@@ -68,11 +71,13 @@ def read_kernel_facts() -> KernelFacts:
 
     Raises: PrivilegeError missing-capability.
     """
+    qdiscs, fq_bands = run_in_new_netns(_probe_here)
     return KernelFacts(
         release=os.uname().release,
-        qdiscs=probe_qdiscs(),
+        qdiscs=qdiscs,
         jiffy_ns=read_jiffy_ns(),
         possible_cpus=read_possible_cpus(),
+        fq_bands=fq_bands,
     )
 
 
@@ -89,7 +94,7 @@ def probe_qdiscs() -> frozenset[str]:
 
     Raises: PrivilegeError missing-capability; UnsupportedError scratch-missing.
     """
-    return run_in_new_netns(_probe_here)
+    return run_in_new_netns(_probe_here)[0]
 
 
 def read_possible_cpus(path: Path = Path("/sys/devices/system/cpu/possible")) -> int:
@@ -192,14 +197,25 @@ def _count_range(text: str) -> int:
     return int(last or first) - int(first) + 1
 
 
-def _probe_here() -> frozenset[str]:
+def _probe_here() -> tuple[frozenset[str], bool]:
     with Rtnl() as rtnl:
         index = create_scratch(rtnl, "probe0", queues=2)
         found = {kind for kind, options in _PROBED.items() if _can_add(rtnl, index, kind, options)}
         for kind in ("ingress", "clsact"):
             if _can_add(rtnl, index, kind, b"", parent=TC_H_CLSACT, handle=TC_H_CLSACT_HANDLE):
                 found.add(kind)
-    return frozenset(found)
+        fq_bands = "fq" in found and _fq_has_bands(rtnl, index)
+    return frozenset(found), fq_bands
+
+
+def _fq_has_bands(rtnl: Rtnl, index: int) -> bool:
+    """Return whether fq shows its map of bands: an older one would ignore ours silently."""
+    add = build_tc(index, attribute_text(TCA_KIND, "fq"), handle=1 << 16, parent=TC_H_ROOT)
+    rtnl.request(RTM_NEWQDISC, NLM_F_CREATE | NLM_F_EXCL, add)
+    return any(
+        message.kind == "fq" and message.index == index and fq_has_bands(message)
+        for message in map(parse_tc, rtnl.dump(RTM_GETQDISC, build_tc(index)))
+    )
 
 
 def _can_add(

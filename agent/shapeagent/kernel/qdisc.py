@@ -43,7 +43,7 @@ from shapeagent.kernel.rtnl import (
     parse_tc,
 )
 from shapeagent.model.errors import ConflictError, FailedError
-from shapeagent.model.types import HtbClassPlan, LeafPlan, Profile, TreePlan
+from shapeagent.model.types import FqPlan, HtbClassPlan, LeafPlan, Profile, TreePlan
 
 TICK_NS = 64
 _U32_MAX = 0xFFFFFFFF
@@ -75,6 +75,21 @@ _TCA_FQ_CODEL_ECN = 4
 _TCA_FQ_CODEL_MEMORY_LIMIT = 9
 _FQ_CODEL_LIMIT_PACKETS = 10240  # the kernel's default; memory is what limits
 _FQ_CODEL_CLOCK_US = 2  # codel keeps time in units of 1.024 us
+
+_TCA_FQ_LIMIT = 1
+_TCA_FQ_FLOW_LIMIT = 2
+_TCA_FQ_RATE_ENABLE = 5
+_TCA_FQ_ORPHAN_MASK = 10
+_TCA_FQ_HORIZON_US = 14
+_TCA_FQ_HORIZON_DROP = 15
+TCA_FQ_PRIOMAP = 16  # since 6.7; older kernels ignore it
+_TCA_FQ_WEIGHTS = 17
+# skb->priority 0..15 -> band: 6 and 7 first, 2 and the other patient ones last. The kernel's
+# own map (net/sched/sch_fq.c, fq_prio2band), stated.
+_FQ_PRIOMAP = struct.pack("=i16B", 3, 1, 2, 2, 2, 1, 2, 0, 0, *[1] * 8)
+# Bytes that a band may send in its turn. The last has the kernel's least (FQ_MIN_WEIGHT): where
+# the device pushes back, the first then waits for 48 KB of the others, not for 256 by default.
+_FQ_WEIGHTS = struct.pack("=3i", 65_536, 32_768, 16_384)
 
 _TCA_STATS_BASIC = 1
 _TCA_STATS_QUEUE = 3
@@ -198,6 +213,34 @@ def change_class(rtnl: Rtnl, index: int, handle: int, wanted: HtbClassPlan) -> N
         raise named_error(error, "change the class", f"device {index}") from error
 
 
+def change_leaf(rtnl: Rtnl, index: int, parent: int, wanted: LeafPlan) -> None:
+    """Return when target and interval of a living fq_codel are the wanted ones; its queue stays.
+
+    Its limits stay too: lowering one drops what lies above it (fq_codel_change()
+    in net/sched/sch_fq_codel.c).
+
+    Args:
+        parent: handle of the class above it.
+    Raises: FailedError class-gone, interface-gone.
+    """
+    options = nested(
+        TCA_OPTIONS,
+        attribute_u32(_TCA_FQ_CODEL_TARGET, wanted.target_us),
+        attribute_u32(_TCA_FQ_CODEL_INTERVAL, wanted.interval_us),
+    )
+    try:
+        rtnl.request(RTM_NEWQDISC, 0, _qdisc(index, wanted.kind, parent, 0, options))
+    except NetlinkRefusal as error:
+        if error.errno in (errno.ENOENT, errno.EINVAL):
+            raise FailedError(
+                "class-gone",
+                f"The {wanted.kind} under {parent >> 16:x}:{parent & 0xFFFF:x} is not on device "
+                f"{index}: {error.strerror}.",
+                hint="Someone replaced the qdisc: detach and attach again.",
+            ) from error
+        raise named_error(error, "change the queue", f"device {index}") from error
+
+
 def class_stats(rtnl: Rtnl, index: int) -> dict[int, ClassCounters]:
     """Return minor number → counters of each class of the root's tree."""
     leaf_drops: dict[int, int] = {}
@@ -260,6 +303,12 @@ def is_ours(snapshot: TreeSnapshot, plan: TreePlan) -> bool:
     root = snapshot.root
     if root is None or root.kind != _root_kind(plan) or root.handle >> 16 != plan.handle:
         return False
+    if plan.profile is Profile.EDT:  # leaves not built yet are the kernel's own
+        return all(
+            node.kind == "fq" or node.handle >> 16 == 0
+            for node in snapshot.nodes
+            if not node.is_class and node is not root
+        )
     if plan.profile is not Profile.HTB:
         return True
     glob = parse_attributes(root.options).get(_TCA_HTB_INIT, b"").ljust(_HTB_GLOB.size, b"\0")
@@ -270,11 +319,11 @@ def is_ours(snapshot: TreeSnapshot, plan: TreePlan) -> bool:
     return found <= planned
 
 
-def read_back(rtnl: Rtnl, index: int, plan: TreePlan, *, leaf_numbers: bool = True) -> None:
+def read_back(rtnl: Rtnl, index: int, plan: TreePlan, *, leaf_limits: bool = True) -> None:
     """Return when every number of the tree on the device is the planned one.
 
     Args:
-        leaf_numbers: compare the numbers of the queues too; they follow the
+        leaf_limits: compare the limits of the queues too; they follow the
             ceilings at attach, and a later change of rates leaves them.
     Raises: FailedError readback-differs, naming the field, what was found and
         what was planned.
@@ -285,25 +334,28 @@ def read_back(rtnl: Rtnl, index: int, plan: TreePlan, *, leaf_numbers: bool = Tr
     _expect("root kind", root.kind if root else "none", _root_kind(plan))
     assert root is not None
     _expect("root handle", root.handle >> 16, plan.handle)
-    if not leaf_numbers:
-        plan = _without_leaf_numbers(plan)
+    if not leaf_limits:
+        plan = _without_leaf_limits(plan)
     if plan.profile is Profile.HTB:
         _check_htb(root, classes, qdiscs, plan)
+    elif plan.fq is not None:
+        for queue, parent in _fq_places(plan):
+            _check_fq(qdiscs.get(parent), plan.fq, f"fq of queue {queue}")
     else:
         _check_prio(root, qdiscs, plan)
 
 
-def _without_leaf_numbers(plan: TreePlan) -> TreePlan:
-    def kind_only(leaf: LeafPlan) -> LeafPlan:
-        return LeafPlan(leaf.kind, 0)
+def _without_leaf_limits(plan: TreePlan) -> TreePlan:
+    def no_limit(leaf: LeafPlan) -> LeafPlan:
+        return dataclasses.replace(leaf, limit_bytes=0)
 
     return dataclasses.replace(
         plan,
         classes=tuple(
-            dataclasses.replace(one, leaf=kind_only(one.leaf)) if one.leaf else one
+            dataclasses.replace(one, leaf=no_limit(one.leaf)) if one.leaf else one
             for one in plan.classes
         ),
-        bands=tuple(kind_only(leaf) for leaf in plan.bands),
+        bands=tuple(no_limit(leaf) for leaf in plan.bands),
     )
 
 
@@ -368,6 +420,8 @@ def _parse_counters(message: TcMessage) -> ClassCounters:
 def _root_kind(plan: TreePlan) -> str:
     if plan.profile is Profile.HTB:
         return "htb"
+    if plan.profile is Profile.EDT:
+        return "mq" if plan.queues > 1 else "fq"
     return "tbf" if plan.tbf_rate_bytes_per_s else "prio"
 
 
@@ -380,6 +434,8 @@ def _tree_messages(index: int, plan: TreePlan) -> Iterator[tuple[str, bytes, int
     """Yield (what it does, body, message type) in the order of building."""
     if plan.profile is Profile.HTB:
         yield from _htb_messages(index, plan)
+    elif plan.profile is Profile.EDT:
+        yield from _edt_messages(index, plan)
     else:
         yield from _prio_messages(index, plan)
 
@@ -420,6 +476,53 @@ def _prio_messages(index: int, plan: TreePlan) -> Iterator[tuple[str, bytes, int
     )
     for band, leaf in enumerate(plan.bands):
         yield from _leaf_message(index, handle << 16 | (band + 1), leaf)
+
+
+def _fq_places(plan: TreePlan) -> Iterator[tuple[int, int]]:
+    """Yield (transmit queue, parent) of every fq; mq's classes are its queues, from 1 on."""
+    if plan.queues <= 1:
+        yield 0, TC_H_ROOT
+    for queue in range(plan.queues if plan.queues > 1 else 0):
+        yield queue, plan.handle << 16 | (queue + 1)
+
+
+def _edt_messages(index: int, plan: TreePlan) -> Iterator[tuple[str, bytes, int]]:
+    if plan.queues > 1:
+        yield (
+            f"add root qdisc mq {plan.handle:x}:",
+            _qdisc(index, "mq", TC_H_ROOT, plan.handle << 16, b""),
+            RTM_NEWQDISC,
+        )
+    assert plan.fq is not None
+    for queue, parent in _fq_places(plan):
+        handle = plan.handle << 16 if parent == TC_H_ROOT else 0
+        body = _qdisc(index, "fq", parent, handle, _fq_options(plan.fq))
+        yield f"add qdisc fq for transmit queue {queue}", body, RTM_NEWQDISC
+
+
+def _fq_options(plan: FqPlan) -> bytes:
+    """Return fq's options: pacing off, or it would mark sockets for good (SK_PACING_FQ).
+
+    It then looks at time stamps only. What is too far ahead is sent at the
+    horizon, not dropped.
+    """
+    parts = [
+        attribute_u32(_TCA_FQ_LIMIT, plan.limit_packets),
+        attribute_u32(_TCA_FQ_FLOW_LIMIT, plan.flow_limit_packets),
+        attribute_u32(_TCA_FQ_RATE_ENABLE, 0),
+        attribute_u32(_TCA_FQ_ORPHAN_MASK, plan.orphan_mask),
+        attribute_u32(_TCA_FQ_HORIZON_US, plan.horizon_us),
+        attribute(_TCA_FQ_HORIZON_DROP, b"\0"),
+    ]
+    if plan.bands:
+        parts.append(attribute(TCA_FQ_PRIOMAP, _FQ_PRIOMAP))
+        parts.append(attribute(_TCA_FQ_WEIGHTS, _FQ_WEIGHTS))
+    return nested(TCA_OPTIONS, *parts)
+
+
+def fq_has_bands(message: TcMessage) -> bool:
+    """Return True where an fq that the kernel shows has bands (since 6.7)."""
+    return TCA_FQ_PRIOMAP in parse_attributes(message.options)
 
 
 def _leaf_message(index: int, parent: int, leaf: LeafPlan) -> Iterator[tuple[str, bytes, int]]:
@@ -592,14 +695,31 @@ def _check_prio(root: TcMessage, qdiscs: dict[int, TcMessage], plan: TreePlan) -
         _check_leaf(qdiscs.get(parent), leaf, f"{handle:x}:{band + 1:x}")
 
 
+def _check_fq(found: TcMessage | None, plan: FqPlan, name: str) -> None:
+    _expect(f"{name} kind", found.kind if found else "none", "fq")
+    assert found is not None
+    attributes = parse_attributes(found.options)
+    for field, kind, want in (
+        ("limit", _TCA_FQ_LIMIT, plan.limit_packets),
+        ("flow limit", _TCA_FQ_FLOW_LIMIT, plan.flow_limit_packets),
+        ("pacing", _TCA_FQ_RATE_ENABLE, 0),
+        ("orphan mask", _TCA_FQ_ORPHAN_MASK, plan.orphan_mask),
+        ("horizon", _TCA_FQ_HORIZON_US, plan.horizon_us),
+    ):
+        got = int.from_bytes(attributes.get(kind, b"\xff" * 4), "little")
+        _expect(f"{name} {field}", got, want)
+    _expect(f"{name} horizon drop", attributes.get(_TCA_FQ_HORIZON_DROP, b"")[:1], b"\0")
+    if plan.bands:
+        _expect(f"{name} bands", attributes.get(TCA_FQ_PRIOMAP, b"")[:20], _FQ_PRIOMAP)
+        _expect(f"{name} weights", attributes.get(_TCA_FQ_WEIGHTS, b"")[:12], _FQ_WEIGHTS)
+
+
 def _check_leaf(found: TcMessage | None, leaf: LeafPlan, name: str) -> None:
     _expect(f"{name} queue", found.kind if found else "none", leaf.kind)
     assert found is not None
-    if not leaf.limit_bytes:
-        return  # only the kind was asked for
     if leaf.kind == "bfifo":
         (limit,) = _FIFO_OPT.unpack_from(found.options.ljust(4, b"\0"))
-        _expect(f"{name} limit", limit, leaf.limit_bytes)
+        _expect(f"{name} limit", limit, leaf.limit_bytes or limit)
         return
     attributes = parse_attributes(found.options)
 
@@ -611,4 +731,5 @@ def _check_leaf(found: TcMessage | None, leaf: LeafPlan, name: str) -> None:
         f"{name} interval", number(_TCA_FQ_CODEL_INTERVAL), leaf.interval_us, _FQ_CODEL_CLOCK_US
     )
     _expect(f"{name} ecn", bool(number(_TCA_FQ_CODEL_ECN)), leaf.ecn)
-    _expect(f"{name} memory limit", number(_TCA_FQ_CODEL_MEMORY_LIMIT), leaf.limit_bytes)
+    if leaf.limit_bytes:
+        _expect(f"{name} memory limit", number(_TCA_FQ_CODEL_MEMORY_LIMIT), leaf.limit_bytes)

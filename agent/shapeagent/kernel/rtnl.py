@@ -154,14 +154,16 @@ def parse_tc(body: bytes) -> TcMessage:
 
 
 class Rtnl:
-    """One rtnetlink socket. It belongs to the namespace of the thread that opened it.
+    """One rtnetlink socket, or one of another netlink protocol that speaks the same way.
+
+    It belongs to the namespace of the thread that opened it.
 
     Not for use by two threads at once. Use as a context manager, or `close()`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, protocol: int = socket.NETLINK_ROUTE) -> None:
         self._socket = socket.socket(
-            socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE
+            socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol
         )
         try:
             self._socket.setsockopt(_SOL_NETLINK, _NETLINK_CAP_ACK, 1)

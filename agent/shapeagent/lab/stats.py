@@ -16,7 +16,9 @@ class DelayStats:
     sent: int
     lost: int
     p50_us: float | None
+    p90_us: float | None
     p99_us: float | None
+    p999_us: float | None
     max_us: float | None
     mean_jitter_us: float | None
     p99_jitter_us: float | None
@@ -27,7 +29,9 @@ class DelayStats:
             "sent": self.sent,
             "lost": self.lost,
             "p50_us": _rounded(self.p50_us),
+            "p90_us": _rounded(self.p90_us),
             "p99_us": _rounded(self.p99_us),
+            "p999_us": _rounded(self.p999_us),
             "max_us": _rounded(self.max_us),
             "mean_jitter_us": _rounded(self.mean_jitter_us),
             "p99_jitter_us": _rounded(self.p99_jitter_us),
@@ -74,13 +78,15 @@ def summarize_delays(sent: int, delays_us: Sequence[float]) -> DelayStats:
     if lost < 0:
         raise ValueError(f"{len(delays_us)} delays for {sent} probes")
     if not delays_us:
-        return DelayStats(sent, lost, None, None, None, None, None)
+        return DelayStats(sent, lost, None, None, None, None, None, None, None)
     steps = jitter_us(delays_us)
     return DelayStats(
         sent=sent,
         lost=lost,
         p50_us=quantile_nearest_rank(delays_us, 0.50),
+        p90_us=quantile_nearest_rank(delays_us, 0.90),
         p99_us=quantile_nearest_rank(delays_us, 0.99),
+        p999_us=quantile_nearest_rank(delays_us, 0.999),
         max_us=max(delays_us),
         mean_jitter_us=sum(steps) / len(steps) if steps else None,
         p99_jitter_us=quantile_nearest_rank(steps, 0.99) if steps else None,

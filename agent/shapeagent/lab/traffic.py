@@ -9,23 +9,17 @@ streams back to back once per decode step) and bulk TCP flows.
 from __future__ import annotations
 
 import csv
-import json
-import os
-import selectors
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shapeagent.lab.children import READY_TIMEOUT_S, cpu_ticks, sleep_until, start_workers
 from shapeagent.lab.stats import DelayStats, summarize_delays
 from shapeagent.lab.topology import Lab, RoutedPath
 from shapeagent.lab.wire import WIRE_OVERHEAD_BYTES, Wire, read_wire
-from shapeagent.model.errors import FailedError
 
-READY_TIMEOUT_S = 15.0
 # Ethernet 14, IPv4 20, TCP 20, time stamps 12.
 TCP_HEADERS_BYTES = 66
 _QUEUE_SAMPLE_NS = 500_000_000
@@ -117,55 +111,6 @@ class TrafficResult:
         return signal_path, stream_path
 
 
-class _Worker:
-    """One generator process and the lines it has printed."""
-
-    def __init__(self, lab: Lab, namespace: str, role: str, config: dict[str, object]) -> None:
-        environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-        self.role = role
-        self.child: subprocess.Popen[bytes] = lab.spawn(
-            namespace,
-            [sys.executable, "-m", "shapeagent.lab.worker", role, json.dumps(config)],
-            environment,
-        )
-        self._unread = b""
-        self._ended = False
-
-    def send(self, message: dict[str, object]) -> None:
-        assert self.child.stdin is not None
-        try:
-            self.child.stdin.write(json.dumps(message).encode() + b"\n")
-            self.child.stdin.flush()
-        except BrokenPipeError as error:
-            raise self._failure("ended early") from error
-
-    def read_message(self, deadline_ns: int) -> dict[str, Any]:
-        """Return the next line it printed, decoded. Raises FailedError (lab-worker-failed)."""
-        assert self.child.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.child.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._unread:
-                left_s = (deadline_ns - time.monotonic_ns()) / 1e9
-                if left_s <= 0 or not selector.select(left_s):
-                    raise self._failure("did not answer in time")
-                data = os.read(self.child.stdout.fileno(), 1 << 16)
-                if not data:
-                    raise self._failure("ended early")
-                self._unread += data
-        line, self._unread = self._unread.split(b"\n", 1)
-        message: dict[str, Any] = json.loads(line)
-        return message
-
-    def _failure(self, what: str) -> FailedError:
-        self.child.kill()
-        assert self.child.stderr is not None
-        words = self.child.stderr.read().decode(errors="replace").strip()
-        return FailedError(
-            "lab-worker-failed", f"Traffic worker {self.role} {what}.", details=words.splitlines()
-        )
-
-
 def run_traffic(
     lab: Lab,
     path: RoutedPath,
@@ -200,13 +145,13 @@ def run_traffic(
         "flows": spec.bulk_flows,
     }
     try:
-        servers = _start(
+        servers = start_workers(
             lab,
             (path.receiver, "heartbeat-server", beat_config),
             (path.sender, "stream-server", stream_config),
             (path.receiver, "bulk-sink", bulk_config),
         )
-        clients = _start(
+        clients = start_workers(
             lab,
             (path.sender, "heartbeat-client", beat_config),
             (path.receiver, "stream-client", stream_config),
@@ -239,23 +184,14 @@ class _Observed:
     cpu_idle_share: float
 
 
-def _start(
-    lab: Lab, *plans: tuple[str, str, dict[str, object]]
-) -> list[tuple[_Worker, dict[str, Any]]]:
-    """Return the workers of `plans` once each has said that it is ready."""
-    workers = [_Worker(lab, namespace, role, config) for namespace, role, config in plans]
-    deadline_ns = time.monotonic_ns() + int(READY_TIMEOUT_S * 1e9)
-    return [(worker, worker.read_message(deadline_ns)) for worker in workers]
-
-
 def _observe_wire(wire: Wire, from_ns: int, to_ns: int) -> _Observed:
     """Return what the wire and the CPUs did between two times, after waiting for them."""
-    _sleep_until(from_ns)
-    begin, begin_ns, begin_cpu = read_wire(wire), time.monotonic_ns(), _cpu_ticks()
+    sleep_until(from_ns)
+    begin, begin_ns, begin_cpu = read_wire(wire), time.monotonic_ns(), cpu_ticks()
     peak_bytes = begin.backlog_bytes
     while (now_ns := time.monotonic_ns()) < to_ns:
-        _sleep_until(min(to_ns, now_ns + _QUEUE_SAMPLE_NS))
-        end, end_ns, end_cpu = read_wire(wire), time.monotonic_ns(), _cpu_ticks()
+        sleep_until(min(to_ns, now_ns + _QUEUE_SAMPLE_NS))
+        end, end_ns, end_cpu = read_wire(wire), time.monotonic_ns(), cpu_ticks()
         peak_bytes = max(peak_bytes, end.backlog_bytes)
     idle, total = (b - a for a, b in zip(begin_cpu, end_cpu, strict=True))
     return _Observed(
@@ -264,17 +200,6 @@ def _observe_wire(wire: Wire, from_ns: int, to_ns: int) -> _Observed:
         queue_peak_ms=wire.queue_ms * peak_bytes / wire.limit_bytes,
         cpu_idle_share=idle / total if total else 0.0,
     )
-
-
-def _sleep_until(when_ns: int) -> None:
-    time.sleep(max(0, when_ns - time.monotonic_ns()) / 1e9)
-
-
-def _cpu_ticks() -> tuple[int, int]:
-    """Return (idle, all) ticks of all CPUs since boot. Source: proc(5), /proc/stat."""
-    with open("/proc/stat", encoding="utf-8") as file:
-        ticks = [int(field) for field in file.readline().split()[1:9]]
-    return ticks[3] + ticks[4], sum(ticks)
 
 
 def _result(

@@ -33,6 +33,7 @@ class Wire:
     queue_ms: float  # what a full queue of full frames takes to drain
     limit_bytes: int
     burst_bytes: int
+    kind: str = "tbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def read_wire(wire: Wire) -> WireCounters:
     text = run_command(
         ["tc", "-n", wire.namespace, "-s", "-j", "qdisc", "show", "dev", wire.device, "root"]
     )
-    rows = [row for row in json.loads(text) if row.get("kind") == "tbf"]
+    rows = [row for row in json.loads(text) if row.get("kind") == wire.kind]
     if not rows:
         raise FailedError("wire-gone", f"No wire on {wire.device} in {wire.namespace}.")
     row = rows[0]

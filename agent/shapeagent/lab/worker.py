@@ -107,7 +107,7 @@ def parse_token(token: bytes) -> tuple[int, int, int]:
     )
 
 
-def _raise_priority() -> str:
+def raise_priority() -> str:
     """Return how this process is scheduled now, after asking for the best there is.
 
     Probes measure the network, not the scheduler of a busy small machine. It is
@@ -122,7 +122,7 @@ def _raise_priority() -> str:
     return "normal"
 
 
-def _prefer_cubic(sock: socket.socket) -> str:
+def prefer_cubic(sock: socket.socket) -> str:
     """Return the socket's congestion control, cubic wherever the kernel has it."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
@@ -130,39 +130,43 @@ def _prefer_cubic(sock: socket.socket) -> str:
     return name.split(b"\0", 1)[0].decode()
 
 
-def _family(address: str) -> socket.AddressFamily:
+def family(address: str) -> socket.AddressFamily:
+    """Return the address family of a textual address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _listen(address: str, port: int) -> socket.socket:
-    listener = socket.socket(_family(address), socket.SOCK_STREAM)
+def listen(address: str, port: int) -> socket.socket:
+    """Return a listening TCP socket whose connections use cubic."""
+    listener = socket.socket(family(address), socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    _prefer_cubic(listener)  # accepted sockets inherit it
+    prefer_cubic(listener)  # accepted sockets inherit it
     listener.bind((address, port))
     listener.listen(64)
     return listener
 
 
-def _connect(address: str, port: int) -> tuple[socket.socket, str]:
-    sock = socket.socket(_family(address), socket.SOCK_STREAM)
-    congestion_control = _prefer_cubic(sock)
+def connect(address: str, port: int) -> tuple[socket.socket, str]:
+    """Return a connected TCP socket without Nagle, and its congestion control."""
+    sock = socket.socket(family(address), socket.SOCK_STREAM)
+    congestion_control = prefer_cubic(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.settimeout(10)
     sock.connect((address, port))
     return sock, congestion_control
 
 
-def _wait(read: list[socket.socket], until_ns: int) -> list[socket.socket]:
+def wait_readable(read: list[socket.socket], until_ns: int) -> list[socket.socket]:
+    """Return those that can be read, waiting for one at most until then (CLOCK_MONOTONIC)."""
     left_s = max(0, until_ns - time.monotonic_ns()) / 1e9
     return select.select(read, [], [], left_s)[0]
 
 
 def heartbeat_server(control: Control, config: dict[str, Any]) -> NoReturn:
     """Answer each heartbeat at once, over UDP and one TCP connection."""
-    scheduling = _raise_priority()
+    scheduling = raise_priority()
     address = config["address"]
-    listener = _listen(address, config["tcp_port"])
-    udp = socket.socket(_family(address), socket.SOCK_DGRAM)
+    listener = listen(address, config["tcp_port"])
+    udp = socket.socket(family(address), socket.SOCK_DGRAM)
     udp.bind((address, config["udp_port"]))
     timetable = control.ready(scheduling=scheduling)
     tcp, _ = listener.accept()
@@ -170,7 +174,7 @@ def heartbeat_server(control: Control, config: dict[str, Any]) -> NoReturn:
     answered = 0
     buffer = b""
     while time.monotonic_ns() < timetable.stop_ns:
-        for sock in _wait([udp, tcp], timetable.stop_ns):
+        for sock in wait_readable([udp, tcp], timetable.stop_ns):
             if sock is udp:
                 request, peer = udp.recvfrom(2048)
                 udp.sendto(_answer(request, time.monotonic_ns()), peer)
@@ -201,11 +205,11 @@ def heartbeat_client(control: Control, config: dict[str, Any]) -> NoReturn:
     The loop is open: a late answer delays no later request, so that a full
     queue is met by as many probes as an empty one.
     """
-    scheduling = _raise_priority()
+    scheduling = raise_priority()
     address = config["address"]
-    tcp, congestion_control = _connect(address, config["tcp_port"])
+    tcp, congestion_control = connect(address, config["tcp_port"])
     tcp.setblocking(False)
-    udp = socket.socket(_family(address), socket.SOCK_DGRAM)
+    udp = socket.socket(family(address), socket.SOCK_DGRAM)
     udp.connect((address, config["udp_port"]))
     udp.setblocking(False)
     timetable = control.ready(scheduling=scheduling, congestion_control=congestion_control)
@@ -235,7 +239,7 @@ def heartbeat_client(control: Control, config: dict[str, Any]) -> NoReturn:
         if now_ns >= timetable.stop_ns:
             break
         until_ns = min(next_ns, timetable.stop_ns) if next_ns < timetable.to_ns else None
-        for sock in _wait([udp, tcp], until_ns or timetable.stop_ns):
+        for sock in wait_readable([udp, tcp], until_ns or timetable.stop_ns):
             data = sock.recv(65536)
             got_ns = time.monotonic_ns()
             if sock is tcp:
@@ -266,8 +270,8 @@ def _send_some(sock: socket.socket, data: bytes) -> int:
 
 def stream_server(control: Control, config: dict[str, Any]) -> NoReturn:
     """Write one token to each client every step, back to back, as a decode step does."""
-    scheduling = _raise_priority()
-    listener = _listen(config["address"], config["port"])
+    scheduling = raise_priority()
+    listener = listen(config["address"], config["port"])
     timetable = control.ready(scheduling=scheduling)
     clients = []
     for _ in range(config["streams"]):
@@ -279,7 +283,7 @@ def stream_server(control: Control, config: dict[str, Any]) -> NoReturn:
     sequence = 0
     counted = 0
     while next_ns < timetable.to_ns:
-        _wait([], next_ns)
+        wait_readable([], next_ns)
         if time.monotonic_ns() < next_ns:
             continue
         for stream, client in enumerate(clients):
@@ -289,24 +293,24 @@ def stream_server(control: Control, config: dict[str, Any]) -> NoReturn:
         sequence += 1
         next_ns += step_ns
     # The connections stay open: what is still queued has until `stop` to arrive.
-    _wait([], timetable.stop_ns)
+    wait_readable([], timetable.stop_ns)
     control.finish({"sent": counted})
 
 
 def stream_client(control: Control, config: dict[str, Any]) -> NoReturn:
     """Read the token streams and note each token's one-way delay."""
-    scheduling = _raise_priority()
+    scheduling = raise_priority()
     clients = []
     congestion_control = ""
     for _ in range(config["streams"]):
-        client, congestion_control = _connect(config["address"], config["port"])
+        client, congestion_control = connect(config["address"], config["port"])
         client.setblocking(False)
         clients.append(client)
     timetable = control.ready(scheduling=scheduling, congestion_control=congestion_control)
     unread = dict.fromkeys(clients, b"")
     samples = []
     while time.monotonic_ns() < timetable.stop_ns:
-        for client in _wait(list(unread), timetable.stop_ns):
+        for client in wait_readable(list(unread), timetable.stop_ns):
             data = client.recv(65536)
             got_ns = time.monotonic_ns()
             if not data:
@@ -330,23 +334,25 @@ def bulk_source(control: Control, config: dict[str, Any]) -> NoReturn:
     flows = []
     congestion_control = ""
     for _ in range(config["flows"]):
-        sock, congestion_control = _connect(config["address"], config["port"])
+        sock, congestion_control = connect(config["address"], config["port"])
         # Enough for the path at 100 ms and more, without megabytes that outlast the run.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, BULK_WRITE_BYTES)
         sock.setblocking(False)
         flows.append(sock)
     timetable = control.ready(congestion_control=congestion_control)
-    chunk = memoryview(bytes(BULK_WRITE_BYTES))
+    # From the page cache: no copy, so that a small machine has CPU left for the network.
+    source = os.memfd_create("bulk")
+    os.ftruncate(source, BULK_WRITE_BYTES)
     while (left_ns := timetable.stop_ns - time.monotonic_ns()) > 0:
         for sock in select.select([], flows, [], left_ns / 1e9)[1]:
             with contextlib.suppress(BlockingIOError):
-                sock.send(chunk)
+                os.sendfile(sock.fileno(), source, 0, BULK_WRITE_BYTES)
     control.finish({})
 
 
 def bulk_sink(control: Control, config: dict[str, Any]) -> NoReturn:
     """Discard what arrives and count, per flow, bytes and segments of the window."""
-    listener = _listen(config["address"], config["port"])
+    listener = listen(config["address"], config["port"])
     timetable = control.ready()
     flows = []
     for _ in range(config["flows"]):
@@ -359,7 +365,7 @@ def bulk_sink(control: Control, config: dict[str, Any]) -> NoReturn:
     readings: list[tuple[int, list[tuple[int, int]]]] = []
     for until_ns in (timetable.from_ns, timetable.to_ns, timetable.stop_ns):
         while time.monotonic_ns() < until_ns:
-            for sock in _wait(flows, until_ns):
+            for sock in wait_readable(flows, until_ns):
                 # MSG_TRUNC: TCP drops the data instead of copying it (tcp(7)).
                 if not sock.recv_into(buffer, 0, socket.MSG_TRUNC):
                     flows.remove(sock)
@@ -390,13 +396,15 @@ ROLES: dict[str, Callable[[Control, dict[str, Any]], NoReturn]] = {
 }
 
 
-def main(argv: list[str]) -> NoReturn:
-    """Run one role, then wait to be ended: the peers may still be at work."""
+def main(
+    argv: list[str], roles: dict[str, Callable[[Control, dict[str, Any]], NoReturn]] = ROLES
+) -> NoReturn:
+    """Run one of `roles`, then wait to be ended: the peers may still be at work."""
     role, config = argv[1], json.loads(argv[2])
     gc.disable()  # a collection in the middle of a run would be measured as delay
     control = Control()
     try:
-        ROLES[role](control, config)
+        roles[role](control, config)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

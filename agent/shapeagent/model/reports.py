@@ -39,6 +39,7 @@ class AttachRequest:
     reroute_ipv6: bool = False  # opt-in: a more specific route for living IPv6 flows
     egress_mark_mask: int | None = None
     ingress_mark_mask: int | None = None
+    yes_management: bool = False  # attach also to the management device
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class Profile(StrEnum):
 
     HTB = "htb"
     PRIO = "prio"
+    EDT = "edt"
     POLICE = "police"
 
 
@@ -192,6 +193,7 @@ class KernelFacts:
     qdiscs: frozenset[str]
     jiffy_ns: int
     possible_cpus: int
+    fq_bands: bool = False  # fq sorts by skb->priority (6.7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +226,25 @@ class HtbClassPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class FqPlan:
+    """One fq of the profile edt; every transmit queue has one."""
+
+    limit_packets: int
+    flow_limit_packets: int
+    orphan_mask: int  # flows without a socket share so many queues, less one
+    horizon_us: int
+    bands: bool  # its three bands are set
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClock:
+    """How edt holds the link rate where the device is faster than the link."""
+
+    rate_bits_per_s: int
+    rest_bits_per_s: int  # what unpaced classes may take of it before bulk stops to yield
+
+
+@dataclass(frozen=True, slots=True)
 class TreePlan:
     """The qdisc tree of one direction."""
 
@@ -238,3 +259,9 @@ class TreePlan:
     tbf_overhead_bytes: int = 0
     priorities: dict[str, int] = field(default_factory=dict)  # class -> skb->priority
     safe_priorities: dict[str, int] = field(default_factory=dict)  # class -> twin leaf
+    fq: FqPlan | None = None  # edt
+    queues: int = 0  # edt: above 1 an mq stands at the root, with one fq each
+    paced: tuple[str, ...] = ()  # edt: classes that leave by time where they have a ceiling
+    paced_always: tuple[str, ...] = ()  # edt: those that do so at the link rate too
+    segment_wire_bytes: int = 0  # edt: the largest packet of this host on the wire
+    link_clock: LinkClock | None = None  # edt

@@ -26,6 +26,17 @@ DROP_QUEUE_NS = 250_000_000
 # ECN-capable packets are told before: beyond a few milliseconds, and one packet.
 CE_QUEUE_NS = 5_000_000
 SEGMENTS_IN_QUEUE = 2
+# Departure times do keep a queue, so a sender can be told early. After Meta's
+# HBM (linux samples/bpf/hbm_kern.h: MARK_THRESH_NS 50 us, DROP_THRESH_NS 500 us).
+PACE_CE_NS = 50_000
+PACE_CE_SEGMENTS = 2
+PACE_DROP_NS = 500_000
+PACE_DROP_SEGMENTS = 8
+PACE_MAX_DROP_NS = 20_000_000  # a longer queue would be one big FIFO (cilium#29083)
+PACE_HARD_SHIFT = 2  # spared packets too are dropped at 4 times the limit (bpf/lib/pace.h)
+# Unpaced classes may be so far ahead of what paced ones leave them: a decode step of
+# 256 streams is 5 ms of 100 Mbit/s.
+LINK_BURST_NS = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +82,26 @@ def meter_for(
     drop_ns = max(DROP_QUEUE_NS, SEGMENTS_IN_QUEUE * segment_ns)
     ce_ns = min(max(CE_QUEUE_NS, segment_ns), drop_ns // 2)
     return MeterPlan(cost=cost_of(rate_bits_per_s), ce_ns=ce_ns, drop_ns=drop_ns)
+
+
+def pace_for(rate_bits_per_s: int, segment_wire_bytes: int) -> MeterPlan:
+    """Return the marks and drops of a class that leaves by departure time.
+
+    Args:
+        segment_wire_bytes: the largest packet under the segment limit, on the wire.
+    """
+    segment_ns = -(-segment_wire_bytes * 8_000_000_000 // rate_bits_per_s)
+    return MeterPlan(
+        cost=cost_of(rate_bits_per_s),
+        ce_ns=max(PACE_CE_NS, PACE_CE_SEGMENTS * segment_ns),
+        drop_ns=max(PACE_DROP_NS, PACE_DROP_SEGMENTS * segment_ns),
+    )
+
+
+def least_paced_rate(segment_wire_bytes: int) -> int:
+    """Return the least rate, in bits per second, whose queue limit is no longer than 20 ms."""
+    bits = 8 * PACE_DROP_SEGMENTS * segment_wire_bytes
+    return -(-bits * 1_000_000_000 // PACE_MAX_DROP_NS)
 
 
 def budget_for(budget: Budget, tick_ns: int) -> BudgetPlan:

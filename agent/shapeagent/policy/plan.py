@@ -32,15 +32,18 @@ from shapeagent.model.errors import ConflictError, UnsupportedError
 from shapeagent.model.types import (
     DeviceFacts,
     Direction,
+    FqPlan,
     GsoLimits,
     HtbClassPlan,
     KernelFacts,
     LeafPlan,
+    LinkClock,
     Policy,
     Profile,
     TrafficClass,
     TreePlan,
 )
+from shapeagent.policy.meters import PACE_HARD_SHIFT, least_paced_rate, pace_for
 
 WIRE_OVERHEAD_BYTES = 24  # preamble 8, FCS 4, gap 12 (IEEE 802.3)
 ETHERNET_HEADER_BYTES = 14
@@ -54,11 +57,17 @@ MIN_MINOR, MAX_MINOR = 0x10, 0xFFFE
 
 # Segment limit: 25 us of the link, where one segment cannot be pre-empted.
 SEGMENT_NS = 25_000
+# fq splits no packet. Where one frame takes longer than this (below 123 Mbit/s at
+# 1,500 bytes), edt lets it go alone: that costs at most 10,000 packets a second.
+LONE_FRAME_NS = 100_000
 # Timer slack of the kernel: a shorter burst leaves the link idle (C55).
 BURST_NS = 50_000
 MAX_QUANTUM_BYTES = 60_000  # well under 200,000, where HTB would warn (C58)
 HTB_DEFAULT_MAX_BITS_PER_S = 25_000_000_000  # HTB's root is one lock
 HTB_DEFAULT_MAX_QUEUES = 8
+# `make bench`, signal p99 at 100 Mbit/s: htb 256 us, prio 160; at 300 Mbit/s 109 and 117.
+PRIO_BETTER_BITS_PER_S = 200_000_000
+TBF_SPLIT_BELOW_BYTES = 16_384  # above it, small packets cost less than splitting large ones
 TBF_MAX_BITS_PER_S = ((1 << 32) - 1) * 8  # its rate is a u32 of bytes per second (C52)
 MIN_RATE_BYTES_PER_S = 1_000
 TWIN_RATE_PART = 100  # the twin's own rate: a hundredth of the guarantee
@@ -75,11 +84,27 @@ FIFO_FLOOR_MAX_NS = 100_000_000  # the floor must not become a queue of its own
 FIFO_MIN_FRAMES = 16
 # fq_codel on a host: RTTs of tens of microseconds, not of the Internet.
 CODEL_MIN_TARGET_US = 100
+# Eight flows with two packets of 3 KB each (TCP small queues), as for the FIFO, up to codel's own
+# 5 ms: each flow's packet waits for those of the others, and a smaller target drops whatever they
+# do, down to windows that only a timeout of 200 ms mends.
+CODEL_FLOWS_BYTES = 49_152
+CODEL_FLOWS_MAX_US = 5_000
 CODEL_MIN_INTERVAL_US = 5_000
 CODEL_INTERVAL_TARGETS = 20
 CODEL_MEMORY_NS = 40_000_000
 CODEL_MIN_MEMORY_BYTES = 1 << 20
 CODEL_MAX_MEMORY_BYTES = 32 << 20
+
+# skb->priority under edt: fq looks at the low four bits (linux/pkt_sched.h).
+TC_PRIO_BESTEFFORT, TC_PRIO_BULK, TC_PRIO_INTERACTIVE, TC_PRIO_CONTROL = 0, 2, 6, 7
+FQ_LIMIT_PACKETS = 10_000  # the kernel's default, for what is not paced
+FQ_MIN_FLOW_LIMIT_PACKETS = 100  # the kernel's default
+FQ_MAX_PACED_PACKETS = 100_000
+# Flows without a socket (forwarded, unconnected) share a queue by hash, and in it an
+# unpaced packet waits for the stamp of a paced one: make that rare. 8 MB at most.
+FQ_ORPHAN_MASK = 0xFFFF
+FQ_HORIZON_US = 10_000_000  # the kernel's default
+LEAST_WIRE_BYTES = 84  # of a frame: 60, and what the NIC adds
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +151,22 @@ def wire_scale(device: DeviceFacts, segment_limit_bytes: int) -> WireScale:
     return WireScale(frame_bytes=device.mtu + header, segments=segments)
 
 
-def auto_segment_limit(link_rate_bits_per_s: int, mtu: int) -> int:
+def auto_segment_limit(link_rate_bits_per_s: int, mtu: int, profile: Profile | None = None) -> int:
     """Return the segment limit in bytes for a link: 25 us of it, at least two frames, 0 = off.
 
     Off where one 64 KB segment takes under 25 us (above 20.9 Gbit/s): there
     the limit would cost CPU for nothing. Two frames, not one, since TCP sends
-    at least two segments a packet when it can (tcp_min_tso_segs).
+    at least two segments a packet when it can (tcp_min_tso_segs); under edt
+    one, where it takes longer than 100 us.
     """
     limit = link_rate_bits_per_s * SEGMENT_NS // 8_000_000_000
     if limit > LEGACY_GSO_BYTES:
         return 0
-    return min(max(limit, 2 * (mtu + ETHERNET_HEADER_BYTES)), LEGACY_GSO_BYTES)
+    frame = mtu + ETHERNET_HEADER_BYTES
+    frame_ns = (frame + WIRE_OVERHEAD_BYTES) * 8_000_000_000 // link_rate_bits_per_s
+    if profile is Profile.EDT and frame_ns > LONE_FRAME_NS:
+        return frame
+    return min(max(limit, 2 * frame), LEGACY_GSO_BYTES)
 
 
 def segment_cpu_s_per_gb(limit_bytes: int) -> float:
@@ -149,23 +179,40 @@ def segment_cpu_s_per_gb(limit_bytes: int) -> float:
     return 0.36 + (15_000 / limit_bytes if limit_bytes else 0.0)
 
 
-def resolve_segment_limit(policy: Policy, device: DeviceFacts, link_rate_bits_per_s: int) -> int:
-    """Return the segment limit to set in bytes; 0 = leave the device as it is."""
+def resolve_segment_limit(
+    policy: Policy, device: DeviceFacts, link_rate_bits_per_s: int, profile: Profile
+) -> int:
+    """Return the segment limit to set in bytes; 0 = leave the device as it is.
+
+    TBF splits what its bucket does not hold, and at lower rates that costs less
+    CPU than packets that TCP made small (`make bench` at 300 Mbit/s: 22 against
+    27 us a frame), so under it `auto` is off.
+    """
     wanted = policy.segment_limit_bytes
     if wanted is None:
-        wanted = auto_segment_limit(link_rate_bits_per_s, device.mtu)
+        wanted = auto_segment_limit(link_rate_bits_per_s, device.mtu, profile)
+        if tbf_splits(device, link_rate_bits_per_s, profile) and wanted < TBF_SPLIT_BELOW_BYTES:
+            wanted = 0
     return wanted if wanted < device.gso_max_size else 0
+
+
+def tbf_splits(device: DeviceFacts, link_rate_bits_per_s: int, profile: Profile) -> bool:
+    """Return True where a TBF of ours stands at the root and splits large packets."""
+    return profile is Profile.PRIO and needs_tbf(device, link_rate_bits_per_s)
 
 
 def capped_gso(current: GsoLimits, segment_limit_bytes: int, mtu: int) -> GsoLimits:
     """Return the limits to set for a segment limit: never above what the device has now.
 
     The number of segments is limited with it: a packet of many tiny segments
-    is short in bytes and long on the wire. Never below two, TCP's own least.
+    is short in bytes and long on the wire. Never below two, TCP's own least,
+    except where the limit is one frame.
     """
     if not segment_limit_bytes:
         return current
-    segments = max(2, segments_per_packet(segment_limit_bytes, 0xFFFF, mtu))
+    segments = segments_per_packet(segment_limit_bytes, 0xFFFF, mtu)
+    if segment_limit_bytes != mtu + ETHERNET_HEADER_BYTES:
+        segments = max(2, segments)
     ipv4 = current.ipv4_max_size_bytes
     return GsoLimits(
         max_size_bytes=min(current.max_size_bytes, segment_limit_bytes),
@@ -194,20 +241,28 @@ def choose_profile(
     problem = _profile_problem(Profile.HTB, device, kernel, link_rate_bits_per_s)
     if problem is None:
         if link_rate_bits_per_s <= HTB_DEFAULT_MAX_BITS_PER_S:
-            return Profile.HTB, "the kernel has htb and the link is not above 25 Gbit/s"
+            reason = "the kernel has htb and the link is not above 25 Gbit/s"
+            prio = _profile_problem(Profile.PRIO, device, kernel, link_rate_bits_per_s)
+            if prio is None and link_rate_bits_per_s <= PRIO_BETTER_BITS_PER_S:
+                reason += (
+                    "; --profile prio keeps signal about a third shorter at this rate, "
+                    "but knows no guarantees: a class can starve those below it"
+                )
+            return Profile.HTB, reason
         if device.tx_queues <= HTB_DEFAULT_MAX_QUEUES:
             return Profile.HTB, "the kernel has htb and the device at most 8 transmit queues"
-        return (
-            Profile.POLICE,
-            f"htb's one lock would slow {device.tx_queues} queues above 25 Gbit/s",
-        )
+        one_lock = f"htb's one lock would slow {device.tx_queues} queues above 25 Gbit/s"
+        other = _profile_problem(Profile.EDT, device, kernel, link_rate_bits_per_s)
+        if other is None:
+            return Profile.EDT, one_lock
+        return Profile.POLICE, f"{one_lock}; no edt: {other.message}"
     if _profile_problem(Profile.PRIO, device, kernel, link_rate_bits_per_s) is None:
         return Profile.PRIO, f"no htb here ({problem.message})"
     return Profile.POLICE, problem.message
 
 
 def needs_tbf(device: DeviceFacts, link_rate_bits_per_s: int) -> bool:
-    """Return True where prio needs a TBF above it: the device itself is faster than the link."""
+    """Return True where the device is faster than the link, so that prio needs a TBF above it."""
     speed = device.speed_bits_per_s
     return speed is None or link_rate_bits_per_s < speed
 
@@ -227,6 +282,19 @@ def ceilings_of(
         live = traffic_class.ingress_ceiling_bits_per_s
     safe = traffic_class.safe_ceiling_bits_per_s
     return min(live, link_rate_bits_per_s), min(safe, link_rate_bits_per_s)
+
+
+def slow_paced_classes(
+    tree: TreePlan, policy: Policy, link_rate_bits_per_s: int
+) -> tuple[str, ...]:
+    """Return the paced classes with a ceiling at which 8 segments take more than 20 ms."""
+    least = least_paced_rate(tree.segment_wire_bytes)
+    return tuple(
+        one.name
+        for one in policy.classes
+        if one.name in tree.paced
+        and min(ceilings_of(one, Direction.EGRESS, link_rate_bits_per_s)) < least
+    )
 
 
 def live_minor(class_number: int) -> int:
@@ -264,6 +332,8 @@ def plan_tree(
         return _plan_htb(policy, kernel, scale, link_rate_bits_per_s, direction)
     if profile is Profile.PRIO:
         return _plan_prio(policy, device, kernel, scale, link_rate_bits_per_s)
+    if profile is Profile.EDT:
+        return _plan_edt(policy, device, kernel, scale, link_rate_bits_per_s)
     return TreePlan(profile=profile, handle=0, default_minor=0)
 
 
@@ -307,9 +377,8 @@ def class_rate_change(
         direction=direction,
     )
     present = {node.minor: node for node in plan.classes}
-    # Queues cannot be resized in place without a drop: they stay as they are.
     nodes = [
-        dataclasses.replace(node, leaf=present[node.minor].leaf)
+        dataclasses.replace(node, leaf=_leaf_in_place(present[node.minor].leaf, node.leaf))
         for node in wanted.classes
         if node.traffic_class == class_name
     ]
@@ -317,6 +386,13 @@ def class_rate_change(
     if inner.ceil_bytes_per_s < present[inner.minor].ceil_bytes_per_s:
         nodes = [*(node for node in nodes if node is not inner), inner]
     return tuple(node for node in nodes if node != present[node.minor])
+
+
+def _leaf_in_place(present: LeafPlan | None, wanted: LeafPlan | None) -> LeafPlan | None:
+    """Return what a queue can become without a drop: its limit stays, its target follows."""
+    if present is None or wanted is None or present.kind != wanted.kind:
+        return present
+    return dataclasses.replace(wanted, limit_bytes=present.limit_bytes)
 
 
 def with_changes(plan: TreePlan, changes: Sequence[HtbClassPlan]) -> TreePlan:
@@ -340,7 +416,12 @@ def plan_leaf(
         # Four full frames, and two of the largest packets, leave in this time.
         frames = 4 * (scale.frame_bytes + WIRE_OVERHEAD_BYTES)
         queue_bytes = max(frames, 2 * scale.packet_wire_bytes)
-        target = max(CODEL_MIN_TARGET_US, -(-queue_bytes * 8_000_000 // rate_bits_per_s))
+        flows_us = CODEL_FLOWS_BYTES * 8_000_000 // rate_bits_per_s
+        target = max(
+            CODEL_MIN_TARGET_US,
+            -(-queue_bytes * 8_000_000 // rate_bits_per_s),
+            min(CODEL_FLOWS_MAX_US, flows_us),
+        )
         memory = 2 * rate_bits_per_s * CODEL_MEMORY_NS // 8_000_000_000
         return LeafPlan(
             kind="fq_codel",
@@ -382,22 +463,31 @@ def _profile_problem(
             hint="Use --profile police, or attach to the device below the VLAN.",
         )
     missing = {profile.value} - kernel.qdiscs
-    if profile is Profile.PRIO:
-        if device.hardware_classes:
-            return ConflictError(
-                "hardware-classes",
-                f"{device.name} chooses between {device.hardware_classes} hardware classes by "
-                "skb->priority, and prio's band numbers would change that.",
-                hint="Use --profile htb (its class ids are best effort there) or police.",
+    if profile is not Profile.HTB and device.hardware_classes:
+        return ConflictError(
+            "hardware-classes",
+            f"{device.name} chooses between {device.hardware_classes} hardware classes by "
+            f"skb->priority, and {profile}'s band numbers would change that.",
+            hint="Use --profile htb (its class ids are best effort there) or police.",
+        )
+    if profile is Profile.EDT:
+        if device.kind == "ifb":
+            return UnsupportedError(
+                "profile-unsupported",
+                f"{device.name} is an IFB: its packets carry the time of their arrival, which "
+                "fq would take for a departure time.",
+                hint="Use --profile htb or police.",
             )
-        if needs_tbf(device, link_rate_bits_per_s):
-            missing |= {"tbf"} - kernel.qdiscs
-            if link_rate_bits_per_s > TBF_MAX_BITS_PER_S:
-                return UnsupportedError(
-                    "profile-unsupported",
-                    "tbf holds no rate above 34 Gbit/s.",
-                    hint="Use --profile htb or police.",
-                )
+        missing = {"fq", "mq"} if device.tx_queues > 1 else {"fq"}
+        missing -= kernel.qdiscs
+    if profile is Profile.PRIO and needs_tbf(device, link_rate_bits_per_s):
+        missing |= {"tbf"} - kernel.qdiscs
+        if link_rate_bits_per_s > TBF_MAX_BITS_PER_S:
+            return UnsupportedError(
+                "profile-unsupported",
+                "tbf holds no rate above 34 Gbit/s.",
+                hint="Use --profile htb or police.",
+            )
     if missing:
         return UnsupportedError(
             "profile-unsupported",
@@ -539,4 +629,62 @@ def _plan_prio(
         # Of the queue that tbf makes and prio replaces: what all bands hold.
         tbf_limit_bytes=min(sum(leaf.limit_bytes for leaf in bands), 0xFFFFFFFF),
         tbf_overhead_bytes=WIRE_OVERHEAD_BYTES,
+    )
+
+
+def _plan_edt(
+    policy: Policy,
+    device: DeviceFacts,
+    kernel: KernelFacts,
+    scale: WireScale,
+    link_rate_bits_per_s: int,
+) -> TreePlan:
+    """Return one fq per transmit queue; the program stamps what is paced with its departure.
+
+    Paced is what stands behind the default class, at its ceiling, be it the
+    link rate. Classes at the default's own priority are paced under a ceiling
+    below the link. The control class and what is served before the default
+    never wait for a time stamp: their ceilings are token buckets.
+    """
+    default = policy.class_named(policy.default_class)
+    control = policy.class_named(policy.control_class)
+    last = max(one.priority for one in policy.classes)
+    behind = min(default.priority + 1, last)
+    free = [one for one in policy.classes if one is not control]
+    always = tuple(one.name for one in free if one.priority >= behind)
+    paced = tuple(one.name for one in free if one.priority >= default.priority)
+
+    def priority(one: TrafficClass) -> int:
+        if one.name in paced:
+            return TC_PRIO_BULK if one.name in always else TC_PRIO_BESTEFFORT
+        return TC_PRIO_CONTROL if one.priority <= control.priority else TC_PRIO_INTERACTIVE
+
+    priorities = {one.name: priority(one) for one in policy.classes}
+    segment = scale.packet_wire_bytes
+    hard_ns = pace_for(link_rate_bits_per_s, segment).drop_ns << PACE_HARD_SHIFT
+    packets = link_rate_bits_per_s * hard_ns // (8_000_000_000 * LEAST_WIRE_BYTES)
+    packets = min(max(packets, FQ_MIN_FLOW_LIMIT_PACKETS), FQ_MAX_PACED_PACKETS)
+    clock = None
+    if needs_tbf(device, link_rate_bits_per_s):
+        kept = sum(one.guarantee_bits_per_s for one in policy.classes if one.name in always)
+        rest = max(link_rate_bits_per_s - kept, link_rate_bits_per_s // 100, 1)
+        clock = LinkClock(link_rate_bits_per_s, rest)
+    return TreePlan(
+        profile=Profile.EDT,
+        handle=MAJOR,
+        default_minor=0,
+        priorities=priorities,
+        safe_priorities=priorities,
+        fq=FqPlan(
+            limit_packets=FQ_LIMIT_PACKETS + packets,
+            flow_limit_packets=packets,
+            orphan_mask=FQ_ORPHAN_MASK,
+            horizon_us=FQ_HORIZON_US,
+            bands=kernel.fq_bands,
+        ),
+        queues=device.tx_queues,
+        paced=paced,
+        paced_always=always,
+        segment_wire_bytes=segment,
+        link_clock=clock,
     )

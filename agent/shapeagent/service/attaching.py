@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shapeagent.kernel import abi, bpf, filters, link, maps, qdisc, routes
@@ -23,6 +24,7 @@ from shapeagent.policy.rules import compile_rules
 from shapeagent.service.ceilings import ceiling_states, class_words, initial_ceilings, tree_of
 from shapeagent.service.describing import FILTER_PROGRAMS, interface_status, other_programs
 from shapeagent.service.detaching import restore_gso
+from shapeagent.service.hook import refuse_shared_hook
 from shapeagent.service.planning import Wanted, make_plan
 from shapeagent.service.records import config_record, rule_write
 from shapeagent.service.state import AttachState, StateDir
@@ -177,11 +179,14 @@ def _build(
         datapath = Datapath(opened, wanted.kernel.possible_cpus)
         state = _fill(datapath, state, wanted)
         engine.progress("adding the filters")
-        state = _add_filters(rtnl, store, state, programs, undo)
+        state = _add_filters(rtnl, store, state, programs, pins, undo)
     finally:
         bpf.close_all([*opened.values(), *(program.fd for program in programs.values())])
     _reroute(engine, rtnl, store, state, wanted.request.reroute_ipv6)
     _read_back(rtnl, state, wanted)
+    if state.ifb_index:
+        ids = state.program_ids.values()
+        refuse_shared_hook(rtnl, engine.netns, state.index, state.device, ids)
     state = dataclasses.replace(state, complete=True)
     store.write(state)
     return state
@@ -241,8 +246,8 @@ def _fill(datapath: Datapath, state: AttachState, wanted: Wanted) -> AttachState
             ingress=wanted.ingress,
             segment_limit_bytes=wanted.segment_limit_bytes,
             cgroup_levels=levels,
-            ifb_index=state.ifb_index,
             ifb_lease_jiffies=_ifb_lease(state, wanted.request.ingress_lease_s),
+            tree=wanted.egress_tree,
         )
     )
     return dataclasses.replace(state, missing_cgroups=missing)
@@ -270,6 +275,7 @@ def _add_filters(
     store: StateDir,
     state: AttachState,
     programs: dict[str, LoadedProgram],
+    pins: Path,
     undo: _Undo,
 ) -> AttachState:
     index = state.index
@@ -293,6 +299,27 @@ def _add_filters(
             )
         )
         filters.add_filter(rtnl, index, direction, programs[name].fd, name)
+    if state.ifb_index:
+        state = _add_redirect(rtnl, store, state, pins, undo)
+    return state
+
+
+def _add_redirect(
+    rtnl: Rtnl, store: StateDir, state: AttachState, pins: Path, undo: _Undo
+) -> AttachState:
+    """Add the filter that hands to the IFB what the classifier marked for it."""
+    descriptor = filters.load_redirect()
+    try:
+        bpf.pin(descriptor, str(pins / filters.REDIRECT_NAME))
+        number = bpf.program_facts(descriptor).id
+        state = dataclasses.replace(
+            state, program_ids={**state.program_ids, filters.REDIRECT_NAME: number}
+        )
+        store.write(state)
+        undo.add(lambda: filters.del_redirect(rtnl, state.index, our_program_ids=(number,)))
+        filters.add_redirect(rtnl, state.index, state.ifb_index, descriptor)
+    finally:
+        bpf.close_all([descriptor])
     return state
 
 
@@ -446,6 +473,9 @@ def _take_up_policy(attached: Attached, wanted: Wanted) -> None:
             index = state.index if direction is Direction.EGRESS else state.ifb_index
             for node in tree.classes:
                 qdisc.change_class(attached.rtnl, index, tree.handle, node)
+                if node.leaf is not None and node.leaf.kind == "fq_codel":
+                    parent = tree.handle << 16 | node.minor
+                    qdisc.change_leaf(attached.rtnl, index, parent, node.leaf)
     write_classes(attached.datapath, policy, new)
     config = config_record(
         policy,
@@ -455,8 +485,8 @@ def _take_up_policy(attached: Attached, wanted: Wanted) -> None:
         ingress=IngressMode(state.ingress),
         segment_limit_bytes=state.segment_limit_bytes,
         cgroup_levels=levels,
-        ifb_index=state.ifb_index,
         ifb_lease_jiffies=attached.datapath.read_config().ifb_lease_jiffies,
+        tree=wanted.egress_tree,
     )
     attached.datapath.write_config(config)
     attached.datapath.replace_rules(write)

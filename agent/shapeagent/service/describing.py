@@ -11,10 +11,18 @@ from shapeagent.kernel.cgroup import find_cgroup
 from shapeagent.kernel.link import read_device_by_index, read_gso
 from shapeagent.model.errors import ShapeError
 from shapeagent.model.reports import ClassStatus, InterfaceStatus
-from shapeagent.model.types import Direction
-from shapeagent.policy.plan import live_minor, twin_minor
+from shapeagent.model.types import Direction, Profile
+from shapeagent.policy.plan import (
+    TC_PRIO_BESTEFFORT,
+    TC_PRIO_BULK,
+    TC_PRIO_CONTROL,
+    TC_PRIO_INTERACTIVE,
+    live_minor,
+    twin_minor,
+)
 from shapeagent.policy.rules import compile_rules
 from shapeagent.service.ceilings import ceiling_states
+from shapeagent.service.hook import list_ingress_sharers
 from shapeagent.service.records import rule_write
 
 if TYPE_CHECKING:
@@ -22,13 +30,21 @@ if TYPE_CHECKING:
 
 FILTER_PROGRAMS = {Direction.EGRESS: "shp_egress", Direction.INGRESS: "shp_ingress"}
 
+_FQ_PRIORITIES = {
+    TC_PRIO_CONTROL: "control",
+    TC_PRIO_INTERACTIVE: "interactive",
+    TC_PRIO_BESTEFFORT: "best effort",
+    TC_PRIO_BULK: "bulk",
+}
 _NO_SOCKET_SHARE = 0.05  # above it cgroup and mark rules miss too much
 _ENCAP_SHARE = 0.05
 _MIN_PACKETS = 1_000  # before a share means anything
 
 
 def priority_text(priority: int) -> str:
-    """Return skb->priority as tc writes a class id."""
+    """Return skb->priority as tc writes a class id; one without a major by fq's name for it."""
+    if priority in _FQ_PRIORITIES:
+        return f"{_FQ_PRIORITIES[priority]} ({priority})"
     return f"{priority >> 16:x}:{priority & 0xFFFF:x}"
 
 
@@ -99,7 +115,7 @@ def _class_rows(
 def _queues(attached: Attached, direction: Direction) -> dict[int, tuple[int, int]]:
     """Return class number → (backlog in bytes, drops) of the tree of a direction."""
     tree = attached.tree(direction)
-    if tree is None:
+    if tree is None or tree.profile is Profile.EDT:  # fq has no queue per class
         return {}
     index = attached.state.index if direction is Direction.EGRESS else attached.state.ifb_index
     try:
@@ -108,7 +124,7 @@ def _queues(attached: Attached, direction: Direction) -> dict[int, tuple[int, in
         return {}  # the device is gone: `problems` says so
     found = {}
     for one in attached.policy.classes:
-        if tree.safe_priorities:
+        if tree.profile is Profile.HTB:
             minors = [live_minor(one.number), twin_minor(one.number)]
         else:
             minors = [tree.priorities[one.name] & 0xFFFF]
@@ -154,7 +170,7 @@ def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
         direction.value: attached.datapath.reasons(direction.number) for direction in Direction
     }
     programs, problems = _programs(attached)
-    problems += _problems(attached)
+    problems += _problems(attached, netns)
     return InterfaceStatus(
         device=state.device,
         index=state.index,
@@ -201,7 +217,7 @@ def _programs(attached: Attached) -> tuple[dict[str, int], list[str]]:
     return programs, problems
 
 
-def _problems(attached: Attached) -> list[str]:
+def _problems(attached: Attached, netns: str | None) -> list[str]:
     state = attached.state
     found: list[str] = []
     try:
@@ -214,12 +230,12 @@ def _problems(attached: Attached) -> list[str]:
             continue
         index = state.index if direction is Direction.EGRESS else state.ifb_index
         try:
-            # the queues' numbers follow the ceilings at attach: `class set` leaves them
-            qdisc.read_back(attached.rtnl, index, tree, leaf_numbers=False)
+            # the queues' limits follow the ceilings at attach: `class set` leaves them
+            qdisc.read_back(attached.rtnl, index, tree, leaf_limits=False)
         except ShapeError as error:
             found.append(error.message)
     if state.ifb_index:
-        found += _ifb_problems(attached)
+        found += _ifb_problems(attached, netns)
     if state.gso_set is not None and read_gso(attached.rtnl, state.index) != state.gso_set:
         found.append("someone changed the segment limits (gso_max_size)")
     return found
@@ -236,15 +252,30 @@ def _stale_cgroups(attached: Attached) -> list[str]:
     return [f"a cgroup that a rule names came, went or was made again: {again}"]
 
 
-def _ifb_problems(attached: Attached) -> list[str]:
+def _ifb_problems(attached: Attached, netns: str | None) -> list[str]:
     """A redirect to an IFB that is down or gone loses the packet (bpf-facts row 4)."""
     state = attached.state
+    found = []
     loss = "what arrives is lost until the redirect's lease ends"
     try:
-        device = read_device_by_index(attached.rtnl, state.ifb_index)
+        if not read_device_by_index(attached.rtnl, state.ifb_index).up:
+            found.append(f"{state.ifb} is down: {loss}")
     except ShapeError:
-        return [f"{state.ifb} is gone: {loss}"]
-    return [] if device.up else [f"{state.ifb} is down: {loss}"]
+        found.append(f"{state.ifb} is gone: {loss}")
+    filter_ids = state.program_ids
+    redirect = filters.find_redirect(
+        filters.list_filters(attached.rtnl, state.index, Direction.INGRESS)
+    )
+    if redirect is None or redirect.program_id != filter_ids.get(filters.REDIRECT_NAME):
+        found.append(f"our redirect to {state.ifb} is gone: what arrives is not shaped")
+    name = read_device_by_index(attached.rtnl, state.index).name
+    found += [
+        f"someone else uses the ingress hook, and what goes to {state.ifb} passes it by: {one}"
+        for one in list_ingress_sharers(
+            attached.rtnl, netns, state.index, name, filter_ids.values()
+        )
+    ]
+    return found
 
 
 def _warnings(

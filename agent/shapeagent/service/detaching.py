@@ -74,20 +74,35 @@ def _drop_filters(
         f"are (see: tc qdisc show dev {device})"
     )
     index = link.read_device(rtnl, device).index
-    for direction, name in FILTER_PROGRAMS.items():
+
+    def drop(name: str, what: str, delete: Callable[[tuple[int]], object]) -> None:
         try:
             descriptor = bpf.get_pinned(str(pins / name))
         except FileNotFoundError:
-            continue
+            return
         number = bpf.program_facts(descriptor).id
         bpf.close_all([descriptor])
-        steps.append(f"delete our {direction.value} filter")
+        steps.append(f"delete our {what}")
         if dry_run:
-            continue
+            return
         try:
-            filters.del_filter(rtnl, index, direction, our_program_ids=(number,))
+            delete((number,))
         except ShapeError as error:
             notes.append(error.message)
+
+    drop(
+        filters.REDIRECT_NAME,
+        "redirect to the IFB",
+        lambda ids: filters.del_redirect(rtnl, index, our_program_ids=ids),
+    )
+    for direction, name in FILTER_PROGRAMS.items():
+        drop(
+            name,
+            f"{direction.value} filter",
+            lambda ids, direction=direction: filters.del_filter(  # type: ignore[misc]
+                rtnl, index, direction, our_program_ids=ids
+            ),
+        )
 
 
 def _undo_device(
@@ -118,6 +133,11 @@ def _undo_device(
             notes.append(error.message)
 
     ids = tuple(state.program_ids.values())
+    if state.ifb_index:
+        do(
+            "delete our redirect to the IFB",
+            lambda: filters.del_redirect(rtnl, index, our_program_ids=ids),
+        )
     for direction in Direction:
         do(
             f"delete our {direction.value} filter",

@@ -35,6 +35,7 @@ from shapeagent.model.reports import (
     WhitelistRow,
 )
 from shapeagent.model.types import Direction, Policy, Profile, TreePlan, WhitelistEntry
+from shapeagent.policy.meters import least_paced_rate
 from shapeagent.policy.plan import class_rate_change, twin_minor, with_changes
 from shapeagent.policy.whitelist import warn_deciding_first
 from shapeagent.service import (
@@ -479,11 +480,17 @@ def _set_ceiling(
             hint=f"attach {state.device} with --ingress police",
         )
     least = max(_MIN_CEILING_BITS_PER_S, _guarantee(policy, class_name, direction))
+    why = "its guarantee"
+    tree = attached.tree(direction)
+    if tree is not None and class_name in tree.paced:
+        slow = least_paced_rate(tree.segment_wire_bytes)
+        if slow > least:
+            least, why = slow, "below it edt's queue would be longer than 20 ms"
     if not least <= ceiling_bits_per_s <= state.link_rate_bits_per_s:
         raise InputError(
             "ceiling-out-of-range",
             f"A ceiling of {ceiling_bits_per_s} bit/s for {class_name} is not between "
-            f"{least} (its guarantee) and {state.link_rate_bits_per_s} bit/s (the link).",
+            f"{least} ({why}) and {state.link_rate_bits_per_s} bit/s (the link).",
         )
     if lease_s is not None and not 0.01 <= lease_s <= 7 * 86_400:
         raise InputError("bad-lease", f"A lease of {lease_s} s is not between 10 ms and 7 days.")
@@ -570,8 +577,13 @@ def _change_tree(
         segment_limit_bytes=state.segment_limit_bytes,
         direction=direction,
     )
+    queues = {node.minor: node.leaf for node in tree.classes}
+    index = _tree_index(attached, direction)
     for change in changes:
-        qdisc.change_class(attached.rtnl, _tree_index(attached, direction), tree.handle, change)
+        qdisc.change_class(attached.rtnl, index, tree.handle, change)
+        if change.leaf is not None and change.leaf != queues[change.minor]:
+            parent = tree.handle << 16 | change.minor
+            qdisc.change_leaf(attached.rtnl, index, parent, change.leaf)
     return with_changes(tree, changes)
 
 

@@ -21,19 +21,29 @@ from shapeagent.model.types import (
     LeafPlan,
     Policy,
     Profile,
+    TrafficClass,
     TreePlan,
 )
 from shapeagent.model.units import format_rate, parse_size
+from shapeagent.policy.meters import least_paced_rate, pace_for
 from shapeagent.policy.plan import (
+    TC_PRIO_BULK,
+    TC_PRIO_CONTROL,
+    TC_PRIO_INTERACTIVE,
     capped_gso,
     choose_profile,
     live_minor,
     plan_tree,
     resolve_segment_limit,
     segment_cpu_s_per_gb,
+    slow_paced_classes,
+    tbf_splits,
 )
 from shapeagent.service.ceilings import Enforcement
+from shapeagent.service.describing import other_programs
 from shapeagent.service.documents import load_policy_text, read_policy
+from shapeagent.service.hook import refuse_shared_hook
+from shapeagent.service.management import ManagementCheck, check_management
 from shapeagent.service.state import StateDir
 
 if TYPE_CHECKING:
@@ -57,6 +67,7 @@ class Wanted:
     gso_before: GsoLimits
     gso_wanted: GsoLimits
     egress_tree: TreePlan | None
+    management: ManagementCheck
     report: AttachPlan
 
     @property
@@ -74,12 +85,20 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
     kernel = read_kernel_facts()
     rate, rate_source = _link_rate(request, device)
     policy = _policy(request, rate)
-    profile, reason = _profile(request, device, kernel, rate, policy)
+    asked = _asked_profile(request)
+    profile, reason = choose_profile(device, kernel, asked, rate)
+    if policy.shadow:
+        reason += "; shadow: no qdisc is touched"
     ingress = _ingress(request, device)
     enforcement = Enforcement.choose(profile, ingress, shadow=policy.shadow)
     state = StateDir(engine.run_dir, engine.key_of(rtnl, device.index)).read()
+    management = check_management(rtnl, device, own_netns=engine.netns is None)
     if state is None:
-        _refuse_foreign(rtnl, device, enforcement)
+        if not request.yes_management:
+            management.refuse_unconfirmed(device.name)
+        _refuse_foreign(engine, rtnl, device, enforcement)
+        if enforcement.ingress_tree is not None:
+            refuse_shared_hook(rtnl, engine.netns, device.index, device.name)
         gso = link.read_gso(rtnl, device.index)
     else:
         gso = state.gso_before or link.read_gso(rtnl, device.index)
@@ -89,7 +108,7 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
             gso_max_segs=gso.max_segments,
             gso_ipv4_max_size=gso.ipv4_max_size_bytes,
         )
-    limit = 0 if policy.shadow else resolve_segment_limit(policy, device, rate)
+    limit = 0 if policy.shadow else resolve_segment_limit(policy, device, rate, profile)
     tree = None
     if enforcement.egress_tree is not None:
         tree = plan_tree(
@@ -100,6 +119,12 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
             profile=enforcement.egress_tree,
             segment_limit_bytes=limit,
         )
+        slow = slow_paced_classes(tree, policy, rate) if tree.paced else ()
+        if slow and asked is not None:
+            raise _too_slow(request, tree, slow)
+        if slow:
+            tree, profile = None, Profile.POLICE
+            reason += f"; no edt: the ceiling of {', '.join(slow)} is too low for it"
     wanted = Wanted(
         request=request,
         device=device,
@@ -114,6 +139,7 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
         gso_before=gso,
         gso_wanted=capped_gso(gso, limit, device.mtu),
         egress_tree=tree,
+        management=management,
         report=_EMPTY_REPORT,
     )
     return dataclasses.replace(wanted, report=_report(engine, wanted))
@@ -169,27 +195,28 @@ def _segment_limit(text: str) -> int | None:
     return 0 if text == "off" else parse_size(text)
 
 
-def _profile(
-    request: AttachRequest,
-    device: DeviceFacts,
-    kernel: KernelFacts,
-    rate: int,
-    policy: Policy,
-) -> tuple[Profile, str]:
-    asked = None
-    if request.profile is not None:
-        try:
-            asked = Profile(request.profile)
-        except ValueError as error:
-            raise InputError(
-                "bad-profile",
-                f"{request.profile!r} is no profile.",
-                hint=f"one of {', '.join(one.value for one in Profile)}",
-            ) from error
-    profile, reason = choose_profile(device, kernel, asked, rate)
-    if policy.shadow:
-        reason += "; shadow: no qdisc is touched"
-    return profile, reason
+def _asked_profile(request: AttachRequest) -> Profile | None:
+    if request.profile is None:
+        return None
+    try:
+        return Profile(request.profile)
+    except ValueError as error:
+        raise InputError(
+            "bad-profile",
+            f"{request.profile!r} is no profile.",
+            hint=f"one of {', '.join(one.value for one in Profile)}",
+        ) from error
+
+
+def _too_slow(request: AttachRequest, tree: TreePlan, slow: tuple[str, ...]) -> InputError:
+    least = format_rate(least_paced_rate(tree.segment_wire_bytes))
+    return InputError(
+        "edt-ceiling-too-low",
+        f"edt's queue holds 8 packets, here of {tree.segment_wire_bytes} bytes on the wire, and "
+        f"they would take more than 20 ms at the ceiling or safe ceiling of {', '.join(slow)}.",
+        hint=f"Ceilings from {least} on, a smaller --segment-limit, or shapectl attach "
+        f"{request.device} --profile htb.",
+    )
 
 
 def _ingress(request: AttachRequest, device: DeviceFacts) -> IngressMode:
@@ -210,7 +237,9 @@ def _ingress(request: AttachRequest, device: DeviceFacts) -> IngressMode:
     return ingress
 
 
-def _refuse_foreign(rtnl: Rtnl, device: DeviceFacts, enforcement: Enforcement) -> None:
+def _refuse_foreign(
+    engine: Engine, rtnl: Rtnl, device: DeviceFacts, enforcement: Enforcement
+) -> None:
     """Refuse what is not ours and would be lost or in the way."""
     snapshot = qdisc.dump_tree(rtnl, device.index)
     if enforcement.egress_tree is not None and not qdisc.is_default_root(snapshot):
@@ -222,6 +251,8 @@ def _refuse_foreign(rtnl: Rtnl, device: DeviceFacts, enforcement: Enforcement) -
             hint=f"shapectl attach {device.name} --profile police leaves qdiscs alone; or remove "
             f"it: tc qdisc del dev {device.name} root",
         )
+    if enforcement.egress_tree is not None and any(node.kind == "fq" for node in snapshot.nodes):
+        _refuse_edt_writer(engine, rtnl, device)
     hook = snapshot.hook
     if hook is not None and hook.kind != "clsact":
         raise ConflictError(
@@ -239,13 +270,22 @@ def _refuse_foreign(rtnl: Rtnl, device: DeviceFacts, enforcement: Enforcement) -
                 f"Our filter slot on {device.name} is taken: {holder}.",
                 hint=f"shapectl detach {device.name}, if it is left from a shapectl that died",
             )
-        if enforcement.ingress_tree is not None and direction is Direction.INGRESS and found:
-            raise ConflictError(
-                "ifb-hook-shared",
-                f"{device.name} has other ingress filters, and they would see no packet after a "
-                f"redirect: {found[0]}.",
-                hint=f"shapectl attach {device.name} --ingress police",
-            )
+
+
+def _refuse_edt_writer(engine: Engine, rtnl: Rtnl, device: DeviceFacts) -> None:
+    """Refuse to take an fq, the kernel's default too, from a program that may need it.
+
+    Cilium's bandwidth manager is one: it stamps packets and lets fq pace them.
+    """
+    others = filters.list_filters(rtnl, device.index, Direction.EGRESS)
+    if others or other_programs(engine.netns, device.index):
+        name = str(others[0]) if others else "a tcx program"
+        raise ConflictError(
+            "edt-writer",
+            f"{device.name} has an fq, and a program that may write departure times for it "
+            f"({name}).",
+            hint=f"shapectl attach {device.name} --profile police leaves qdiscs alone",
+        )
 
 
 def _leaf_text(leaf: LeafPlan | None) -> str:
@@ -272,6 +312,9 @@ def _class_rows(wanted: Wanted) -> tuple[ClassPlanRow, ...]:
         elif tree is not None and tree.bands:
             band = (tree.priorities[one.name] & 0xFFFF) - 1
             queue = f"band {band}: {_leaf_text(tree.bands[band])}"
+        elif tree is not None and tree.fq is not None:
+            queue = _fq_text(tree, one.name)
+            by = _edt_text(tree, one, by)
         rows.append(
             ClassPlanRow(
                 name=one.name,
@@ -289,10 +332,34 @@ def _class_rows(wanted: Wanted) -> tuple[ClassPlanRow, ...]:
     return tuple(rows)
 
 
+def _fq_text(tree: TreePlan, name: str) -> str:
+    """Return where in fq a class is: before 6.7 its internal flow or not, since then a band."""
+    assert tree.fq is not None
+    priority = tree.priorities[name]
+    if not tree.fq.bands:
+        return "fq, always first" if priority == TC_PRIO_CONTROL else "fq"
+    bands = {TC_PRIO_CONTROL: 0, TC_PRIO_INTERACTIVE: 0, TC_PRIO_BULK: 2}
+    return f"fq band {bands.get(priority, 1)}"
+
+
+def _edt_text(tree: TreePlan, one: TrafficClass, unpaced: str) -> str:
+    ceiling = min(one.ceiling_bits_per_s, one.safe_ceiling_bits_per_s)
+    link = tree.link_clock.rate_bits_per_s if tree.link_clock else one.ceiling_bits_per_s
+    if one.name not in tree.paced or (one.name not in tree.paced_always and ceiling >= link):
+        return unpaced
+    pace = pace_for(one.ceiling_bits_per_s, tree.segment_wire_bytes)
+    return (
+        f"departure times, CE beyond {pace.ce_ns / 1000:.0f} us of queue, "
+        f"drops beyond {pace.drop_ns / 1000:.0f} us"
+    )
+
+
 def _report(engine: Engine, wanted: Wanted) -> AttachPlan:
     policy = wanted.policy
     limit = wanted.segment_limit_bytes
     note = "off: the device's own limit stays"
+    if tbf_splits(wanted.device, wanted.link_rate_bits_per_s, wanted.profile):
+        note += ", and tbf splits what is larger than its burst"
     if limit:
         slot_us = limit * 8e6 / wanted.link_rate_bits_per_s
         note = (
@@ -327,11 +394,15 @@ def _steps(wanted: Wanted) -> tuple[str, ...]:
             f"{wanted.gso_before.max_segments} to {wanted.gso_wanted.max_segments}"
         )
     if wanted.egress_tree is not None:
+        name = f"{wanted.profile.value} {wanted.egress_tree.handle:x}:"
+        if wanted.egress_tree.fq is not None:
+            name = f"fq {wanted.egress_tree.handle:x}:"
+            if wanted.egress_tree.queues > 1:
+                name = f"mq {wanted.egress_tree.handle:x}: with an fq per transmit queue,"
         steps.append(
-            f"replace the root qdisc of {device} by {wanted.profile.value} "
-            f"{wanted.egress_tree.handle:x}: for {format_rate(wanted.link_rate_bits_per_s)} on the "
-            "wire, 24 bytes per frame of preamble, FCS and gap counted (what the old root holds "
-            "at that moment is lost)"
+            f"replace the root qdisc of {device} by {name} for "
+            f"{format_rate(wanted.link_rate_bits_per_s)} on the wire, 24 bytes per frame of "
+            "preamble, FCS and gap counted (what the old root holds at that moment is lost)"
         )
     if wanted.enforcement.ingress_tree is not None:
         steps.append(f"make an IFB with an HTB tree for what arrives on {device}")
@@ -347,6 +418,29 @@ def _steps(wanted: Wanted) -> tuple[str, ...]:
     return tuple(steps)
 
 
+def _edt_warnings(wanted: Wanted, tree: TreePlan) -> list[str]:
+    """Say what edt holds and what it does not."""
+    paced = ", ".join(tree.paced_always) or "no class"
+    found = []
+    if tree.link_clock is not None:
+        found.append(
+            f"edt holds the link rate by {paced} alone, which yields what the others send: where "
+            f"they alone send more than "
+            f"{format_rate(tree.link_clock.rest_bits_per_s)}, nobody holds them"
+        )
+    else:
+        found.append(
+            f"edt paces {paced}; the link rate itself is held by {wanted.device.name}'s own speed"
+        )
+    assert tree.fq is not None
+    if not tree.fq.bands:
+        found.append(
+            f"fq of kernel {wanted.kernel.release} has one band (three since 6.7): the control "
+            "class is still first, and bulk waits for its time stamps; the others share by flow"
+        )
+    return found
+
+
 def _plan_warnings(wanted: Wanted) -> tuple[str, ...]:
     found = []
     if wanted.ingress is IngressMode.IFB:
@@ -356,7 +450,10 @@ def _plan_warnings(wanted: Wanted) -> tuple[str, ...]:
         )
     if not wanted.device.up:
         found.append(f"{wanted.device.name} is down")
+    if wanted.egress_tree is not None and wanted.egress_tree.fq is not None:
+        found += _edt_warnings(wanted, wanted.egress_tree)
     limited = any(one.ingress_ceiling_bits_per_s for one in wanted.policy.classes)
     if limited and wanted.ingress is IngressMode.COUNT:
         found.append("the policy has ingress ceilings, but what arrives is only counted")
+    found += wanted.management.warnings(wanted.device.name)
     return tuple(found)

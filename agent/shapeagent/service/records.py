@@ -19,7 +19,7 @@ from shapeagent.model.types import (
     TrafficClass,
     TreePlan,
 )
-from shapeagent.policy.meters import budget_for, meter_for
+from shapeagent.policy.meters import LINK_BURST_NS, budget_for, cost_of, meter_for, pace_for
 from shapeagent.policy.rules import RuleTables
 
 # New flows per CPU and second that may enter the cache: a scan or SYN flood
@@ -90,19 +90,26 @@ def config_record(
     ingress: IngressMode,
     segment_limit_bytes: int,
     cgroup_levels: int,
-    ifb_index: int = 0,
     ifb_lease_jiffies: int = 0,
+    tree: TreePlan | None = None,
 ) -> abi.Config:
-    """Return the configuration record of an interface."""
+    """Return the configuration record of an interface.
+
+    Args:
+        tree: of egress, if any.
+    """
     per_second = round(1e9 / kernel.jiffy_ns)
     holds = [c.budget.hold_s for c in policy.classes if c.budget is not None]
+    clock = tree.link_clock if tree is not None else None
     return abi.Config(
+        link_cost=cost_of(clock.rate_bits_per_s) if clock else 0,
+        link_rest_cost=cost_of(clock.rest_bits_per_s) if clock else 0,
+        link_burst_ns=LINK_BURST_NS if clock else 0,
         tick_ns=kernel.jiffy_ns,
         hold_jiffies=round(max([HOLD_S, *holds]) * per_second),
         insert_window_jiffies=per_second,
         insert_limit=INSERTS_PER_S,
         ifb_lease_jiffies=ifb_lease_jiffies,
-        ifb_ifindex=ifb_index,
         segment_limit_bytes=segment_limit_bytes,
         egress_mark_mask=policy.egress_mark_mask,
         ingress_mark_mask=policy.ingress_mark_mask,
@@ -151,7 +158,29 @@ def class_record(
         record.budget_burst_ns = budget.burst_ns
         record.overflow_class = policy.class_named(traffic_class.budget.overflow_class).number
     _set_meters(record, ceilings, link_rate_bits_per_s, metered, tree)
+    if tree is not None and traffic_class.name in tree.paced:
+        _set_pace(record, traffic_class.name, ceilings, link_rate_bits_per_s, tree)
+    elif tree is not None and tree.link_clock is not None:
+        record.flags |= abi.SHP_C_LINK
     return record
+
+
+def _set_pace(
+    record: abi.Class,
+    name: str,
+    ceilings: Ceilings,
+    link_rate_bits_per_s: int,
+    tree: TreePlan,
+) -> None:
+    """Let a class leave by departure time; without a ceiling only behind what still waits."""
+    record.flags = abi.SHP_C_PACE
+    live = pace_for(ceilings.live_bits_per_s, tree.segment_wire_bytes)
+    safe = pace_for(ceilings.safe_bits_per_s, tree.segment_wire_bytes)
+    free = name not in tree.paced_always
+    record.live_cost = 0 if free and ceilings.live_bits_per_s >= link_rate_bits_per_s else live.cost
+    record.safe_cost = 0 if free and ceilings.safe_bits_per_s >= link_rate_bits_per_s else safe.cost
+    record.live_ce_ns, record.live_drop_ns = live.ce_ns, live.drop_ns
+    record.safe_ce_ns, record.safe_drop_ns = safe.ce_ns, safe.drop_ns
 
 
 def _set_meters(

@@ -76,6 +76,12 @@ from shapectl.session import ShapeCommand, complete_device, session_of
     metavar="MASK",
     help="The same on ingress, where a mark can change routing.",
 )
+@click.option(
+    "--yes-management",
+    is_flag=True,
+    help="Attach also to a management device: one that /etc/shapectl/management lists, that is "
+    "named mgmt…, or that carries your SSH session while another NIC is up.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan and change nothing.")
 @click.pass_context
 def command(ctx: click.Context, /, dry_run: bool, **options: Any) -> None:

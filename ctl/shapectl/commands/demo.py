@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from shapeagent.model.errors import InputError, ShapeError
-from shapeagent.model.reports import AttachRequest
+from shapeagent.model.errors import InputError
+from shapectl.labattach import LabAttach
 from shapectl.output import note, print_json, print_line, print_table
 from shapectl.params import duration
 from shapectl.session import ShapeCommand, missing_package, session_of
@@ -57,7 +56,7 @@ def command(ctx: click.Context, output_dir: str, duration_s: float) -> None:
     folder = Path(output_dir)
     with session.progress() as progress:
         result: Mapping[str, Any] = run_demo(
-            attach=_Attach(folder, progress.step),
+            attach=LabAttach(folder, progress.step),
             output_dir=folder,
             progress=progress.step,
             duration_s=duration_s,
@@ -67,50 +66,6 @@ def command(ctx: click.Context, output_dir: str, duration_s: float) -> None:
         return
     _print_result(result)
     note(f"raw samples: {output_dir}")
-
-
-class _Attach:
-    """Attaches as `shapectl attach` does, with the built-in policy whatever /etc holds."""
-
-    def __init__(self, folder: Path, progress: Callable[[str], None]) -> None:
-        self._policy_path = folder / "policy.toml"
-        self._progress = progress
-
-    @contextmanager
-    def __call__(self, netns: str, device: str, link_rate_bits_per_s: int) -> Iterator[int]:
-        """Give the ceiling of bulk in wire bits per second; detaches at the end."""
-        try:
-            from shapeagent.service.engine import Engine
-        except ModuleNotFoundError as error:
-            raise missing_package(error) from error
-        from shapeagent.lab.topology import private_dirs
-        from shapeagent.service import documents
-
-        documents.write_document(self._policy_path, documents.example_policy_text())
-        # folders of the lab's own: its clean-up removes them even after kill -9
-        places = private_dirs(netns)
-        engine = Engine(
-            netns=netns,
-            progress=self._progress,
-            run_dir=places.run_dir,
-            bpffs_dir=places.bpffs_dir,
-        )
-        request = AttachRequest(
-            device=device,
-            policy_path=str(self._policy_path),
-            link_rate_bits_per_s=link_rate_bits_per_s,
-        )
-        attached = False
-        try:
-            report = engine.attach(request)
-            attached = True
-            yield next(row.ceiling_bits_per_s for row in report.plan.classes if row.name == "bulk")
-        finally:
-            try:
-                engine.detach(device)
-            except ShapeError:
-                if attached:  # else what attach raised says more
-                    raise
 
 
 def _print_result(result: Mapping[str, Any]) -> None:
