@@ -75,7 +75,8 @@ def queue_of(one: Bench, priority: int, port: int = BULK) -> int:
             return [now - then for now, then in zip(sent_by_queue(one), before, strict=True)]
 
         wait_until(lambda: max(grown()) >= 20, f"20 datagrams of priority {priority:#x}")
-        return grown().index(max(grown()))
+        counts = grown()
+        return counts.index(max(counts))
 
 
 def test_every_class_id_of_htb_is_best_effort_in_hardware(hardware: Bench) -> None:

@@ -390,18 +390,29 @@ def test_htb_with_fq_codel_leaves_end_to_end(bench: Callable[..., Bench], ingres
     one.check_programs_gone()
 
 
+def root_wire_bits(one: Bench) -> int:
+    """Return what the root qdisc has sent, as bits on the wire."""
+    shown = json.loads(tc("-s", "-j", "qdisc", "show", "dev", one.device, netns=one.netns))
+    (root,) = [row for row in shown if row.get("root")]
+    return 8 * int(root["bytes"] + WIRE_EXTRA_BYTES * root["packets"])
+
+
 @pytest.mark.parametrize("flows", [1, 8])
 def test_tcp_fills_the_link_under_prio(bench: Callable[..., Bench], flows: int) -> None:
-    """A TBF's burst of two frames and a queue of a millisecond do not slow TCP down."""
+    """A TBF's burst of two frames and a queue of a millisecond do not slow TCP down.
+
+    Counted at the TBF: the receiver counts what is in order, which comes in jumps after a loss.
+    """
     one, rate = bench(), 50 * MBIT
     one.attach(profile="prio", link_rate_bits_per_s=rate)
     place = (one.pair.netns, one.pair.peer_netns, one.pair.peer_address4)
     with contextlib.ExitStack() as stack:
         found = [stack.enter_context(TcpFlow(*place, 20000 + number)) for number in range(flows)]
+        assert len(found) == flows
         pause(1.0)
-        got = steady_rate(lambda: sum(flow.wire_bits() for flow in found), rate, 0.05) / rate
+        got = steady_rate(lambda: root_wire_bits(one), rate, 0.03) / rate
     print(f"{flows} flows: {100 * got:.1f} % of {rate / MBIT:.0f} Mbit/s")
-    assert 0.95 <= got <= 1.03, f"got {100 * got:.1f} % of the link, want all of it"
+    assert 0.97 <= got <= 1.01, f"got {100 * got:.1f} % of the link, want all of it"
 
 
 def codel_target_us(one: Bench, minor: int) -> int:
@@ -420,7 +431,7 @@ def test_the_target_of_a_queue_follows_its_ceiling(bench: Callable[..., Bench]) 
     fast = codel_target_us(one, minor)
     one.engine.class_set(one.device, "bulk", 10 * MBIT)
     slow = codel_target_us(one, minor)
-    assert slow > 1.2 * fast, f"got {fast} and {slow} us at 100 and 10 Mbit/s, want more"
+    assert 8 * fast < slow < 12 * fast, f"got {fast} and {slow} us at 100 and 10 Mbit/s, want 10 x"
     index = one.index
     with (
         UdpSink(one.pair.peer_netns, BULK) as sink,

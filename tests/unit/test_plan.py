@@ -314,17 +314,10 @@ def test_fq_codel_gets_host_values(rate: int, mtu: int) -> None:
 
 
 def test_fq_codel_target_is_no_internet_default_on_a_fast_link() -> None:
-    leaf = leaf_of(htb(10 * GBIT, kernel=DEBIAN), "bulk").leaf
+    leaf = leaf_of(htb(GBIT, kernel=DEBIAN), "bulk").leaf
     assert leaf is not None
     assert leaf.target_us == 100, f"got {leaf.target_us} us, want 100 us"
     assert leaf.interval_us == 5_000, f"got {leaf.interval_us} us, want 5 ms"
-
-
-def test_fq_codel_target_lets_eight_flows_keep_two_packets_each() -> None:
-    leaf = leaf_of(htb(GBIT, kernel=DEBIAN), "bulk").leaf
-    assert leaf is not None
-    ceiling = GBIT * 8 // 10
-    assert leaf.target_us == 49_152 * 8_000_000 // ceiling, f"got {leaf.target_us} us"
 
 
 # In-place changes

@@ -84,11 +84,6 @@ FIFO_FLOOR_MAX_NS = 100_000_000  # the floor must not become a queue of its own
 FIFO_MIN_FRAMES = 16
 # fq_codel on a host: RTTs of tens of microseconds, not of the Internet.
 CODEL_MIN_TARGET_US = 100
-# Eight flows with two packets of 3 KB each (TCP small queues), as for the FIFO, up to codel's own
-# 5 ms: each flow's packet waits for those of the others, and a smaller target drops whatever they
-# do, down to windows that only a timeout of 200 ms mends.
-CODEL_FLOWS_BYTES = 49_152
-CODEL_FLOWS_MAX_US = 5_000
 CODEL_MIN_INTERVAL_US = 5_000
 CODEL_INTERVAL_TARGETS = 20
 CODEL_MEMORY_NS = 40_000_000
@@ -416,12 +411,7 @@ def plan_leaf(
         # Four full frames, and two of the largest packets, leave in this time.
         frames = 4 * (scale.frame_bytes + WIRE_OVERHEAD_BYTES)
         queue_bytes = max(frames, 2 * scale.packet_wire_bytes)
-        flows_us = CODEL_FLOWS_BYTES * 8_000_000 // rate_bits_per_s
-        target = max(
-            CODEL_MIN_TARGET_US,
-            -(-queue_bytes * 8_000_000 // rate_bits_per_s),
-            min(CODEL_FLOWS_MAX_US, flows_us),
-        )
+        target = max(CODEL_MIN_TARGET_US, -(-queue_bytes * 8_000_000 // rate_bits_per_s))
         memory = 2 * rate_bits_per_s * CODEL_MEMORY_NS // 8_000_000_000
         return LeafPlan(
             kind="fq_codel",
