@@ -21,6 +21,7 @@ from shapeagent.lab.bench.catalog import (
     INGRESS_SHAPER_SHARE,
     SCENARIOS,
     SHAPER_SHARE,
+    WARM_UP_S,
 )
 from shapeagent.lab.bench.curves_plot import curves_markdown
 from shapeagent.lab.bench.plots import KINDS, chart_names
@@ -158,8 +159,8 @@ the same {WIRE_OVERHEAD_BYTES} bytes per packet where it knows the word.
 Each probe leaves at a random time within its interval of 2 ms: a fixed grid would meet the
 shaper's period at the same few phases. The kernel stamps it on arrival, and the receiver reads
 the stamps after the run, so no delay contains a wake-up of the reader. Bulk is kept in flight all
-the time; after a warm-up of 3 s the window begins. Jitter is the absolute difference between the
-delays of neighbouring probes.
+the time; after a warm-up of {WARM_UP_S:g} s the window begins. Jitter is the absolute
+difference between the delays of neighbouring probes.
 
 A cell counts only if bulk carried at least {FULL_TEXT} of the shaper's rate (of the wire,
 where nothing shapes) and the CPU was at least {IDLE_TEXT} idle. Otherwise nothing queued, or
