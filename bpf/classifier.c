@@ -209,9 +209,9 @@ static __always_inline int lease_is_over(const struct shp_class *c, __u64 now)
 
 /*
  * To the IFB only under a fresh lease and with a link-layer header. We say so
- * in cb[0], and our second filter redirects by mirred: bpf_redirect() to an
- * IFB loses every packet before 6.4 (59e498a3289f, "bpf: Set skb redirect and
- * from_ingress info in __bpf_tx_skb").
+ * in cb[0], and our second filter redirects by mirred: on 6.1 bpf_redirect()
+ * leaves skb->redirected unset, and an IFB drops every such packet (seen here;
+ * on 6.12 none).
  */
 static __always_inline int ifb_is_fresh(const struct shp_config *cfg, __u64 now)
 {

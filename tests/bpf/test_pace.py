@@ -102,10 +102,12 @@ def test_packets_leave_at_the_ceiling_one_after_the_other(rig: Rig) -> None:
 def test_a_long_segment_takes_its_time_on_the_wire(rig: Rig) -> None:
     pace(rig, 100 * MBIT)
     frame = udp4(1, BULK_PORT, size=1400)
-    rig.send(frame, wire_len=30_000, gso_segs=20, gso_size=1448)
     want = 8 * (30_000 + 20 * abi.SHP_WIRE_OVERHEAD) * 1_000_000_000 // (100 * MBIT)
-    got = clock(rig) - time.monotonic_ns()
-    assert want - 2_000_000 < got <= want, f"got a clock {got} ns ahead, want {want}"
+    before = time.monotonic_ns()
+    rig.send(frame, wire_len=30_000, gso_segs=20, gso_size=1448)
+    after = time.monotonic_ns()
+    got = clock(rig)
+    assert before + want - 1 <= got <= after + want, f"got a clock at {got}, want {want} ns more"
 
 
 def test_a_later_stamp_of_the_sender_stays_and_holds_up_nobody(rig: Rig) -> None:
@@ -287,13 +289,18 @@ def test_a_default_class_is_paced_only_under_a_ceiling_and_then_in_order(rig: Ri
 def test_bulk_yields_what_the_others_send(rig: Rig) -> None:
     pace(rig, LINK_BITS_PER_S, link=True)
     link_ns = 8 * SEGMENT * 1_000_000_000 // LINK_BITS_PER_S
-    wound = wind(rig, 300_000, abi.SHP_METER_LINK)
-    first = bulk(rig, 1)[0].tstamp
+    for _ in range(50):  # until the host leaves us the few hundred microseconds of queue
+        wind(rig, 0)
+        wound = wind(rig, 400_000, abi.SHP_METER_LINK)
+        first = bulk(rig, 1)[0].tstamp
+        between = [rig.send(tcp4(1, SIGNAL_PORT), wire_len=WIRE_LEN).tstamp for _ in range(3)]
+        second = bulk(rig, 1)[0].tstamp
+        if time.monotonic_ns() < wound:
+            break
+    else:
+        pytest.fail("got no five packets through the program in 400 us, in 50 tries")
+    assert between == [0, 0, 0], f"got stamps {between} on signal"
     assert first == wound, f"got {first}, want {wound}, when the link is free"
-    for _ in range(3):
-        done = rig.send(tcp4(1, SIGNAL_PORT), wire_len=WIRE_LEN)
-        assert done.tstamp == 0, f"got a stamp of {done.tstamp} on signal"
-    second = bulk(rig, 1)[0].tstamp
     assert abs(second - first - 4 * link_ns) <= 4, f"got {second - first} ns, want four frames"
 
 
