@@ -89,6 +89,12 @@ def test_run_saves_rows_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixtur
     printed = json.loads(capsys.readouterr().out)["rows"]
     assert printed[0] == first[0], "got the first cell again, want it kept"
     assert len(printed) == 2
+    capsys.readouterr()
+    other = [*words, "--repeats", "1", "--resume"]
+    other[other.index("idle")] = "tbf+fifo"
+    assert main(other) == 0, capsys.readouterr()
+    kept = [row["queue"] for row in json.loads(output.read_text())["rows"]]
+    assert kept == ["idle", "idle", "tbf+fifo"], f"got {kept}, want what was there kept"
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ BURST_NS = 50_000
 MAX_QUANTUM_BYTES = 60_000  # well under 200,000, where HTB would warn (C58)
 HTB_DEFAULT_MAX_BITS_PER_S = 25_000_000_000  # HTB's root is one lock
 HTB_DEFAULT_MAX_QUEUES = 8
-# `make bench`, signal p99 at 100 Mbit/s: htb 256 us, prio 160; at 300 Mbit/s 109 and 117.
+# `make bench`, signal p99 at 100 Mbit/s: htb 251 us, prio 160; at 300 Mbit/s 105 and 114.
 PRIO_BETTER_BITS_PER_S = 200_000_000
 TBF_SPLIT_BELOW_BYTES = 16_384  # above it, small packets cost less than splitting large ones
 TBF_MAX_BITS_PER_S = ((1 << 32) - 1) * 8  # its rate is a u32 of bytes per second (C52)

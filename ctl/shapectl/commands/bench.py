@@ -389,7 +389,10 @@ class _Rows:
         return set(self._rows)
 
     def load(self, durations_s: dict[str, float]) -> None:
-        """Take the rows that fit from the file. Raises InputError (bench-file-bad)."""
+        """Take the rows from the file, but those of a cell that now runs for another time.
+
+        Raises: InputError (bench-file-bad).
+        """
         try:
             document = json.loads(self._path.read_text(encoding="utf-8"))
             rows = document["rows"]
@@ -397,7 +400,7 @@ class _Rows:
                 if (
                     row["clock"] == self._clock
                     and row["kernel"].startswith(self._release_start)
-                    and row["duration_s"] == durations_s.get(row["key"])
+                    and row["duration_s"] == durations_s.get(row["key"], row["duration_s"])
                 ):
                     self._rows[row["key"]] = row
             self.facts = document["facts"]
