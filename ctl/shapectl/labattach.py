@@ -28,7 +28,6 @@ class LabAttach:
         *,
         profile: str | None = None,
         ingress: str = "count",
-        segment_limit: str | None = None,
         policy_text: str | None = None,
     ) -> Iterator[int]:
         """Give the ceiling of bulk in wire bits per second; detaches at the end.
@@ -60,7 +59,6 @@ class LabAttach:
             link_rate_bits_per_s=link_rate_bits_per_s,
             profile=profile,
             ingress=ingress,
-            segment_limit=segment_limit,
         )
         attached = False
         try:

@@ -130,6 +130,16 @@ def test_prio_end_to_end(bench: Callable[..., Bench]) -> None:
     one.check_programs_gone()
 
 
+def heartbeat_delays_us(one: Bench) -> list[float]:
+    """Send 150 heartbeats, 100 a second, and return their delays, sorted; all must arrive."""
+    pair = one.pair
+    with UdpSink(pair.peer_netns, SIGNAL_UDP, timing=True) as sink:
+        target = (pair.peer_address4, SIGNAL_UDP)
+        with UdpSource(pair.netns, target, packets_per_s=100, size=64, limit=150):
+            wait_until(lambda: sink.received == 150, "all 150 heartbeats")
+        return sorted(sink.delays_us)
+
+
 @pytest.mark.smoke
 def test_signal_overtakes_bulk_under_prio(bench: Callable[..., Bench]) -> None:
     """Strict bands: heartbeats beside two flows that fill the link are not lost and not late."""
@@ -139,11 +149,7 @@ def test_signal_overtakes_bulk_under_prio(bench: Callable[..., Bench]) -> None:
     place = (pair.netns, pair.peer_netns, pair.peer_address4)
     with TcpFlow(*place, BULK), TcpFlow(*place, 20000):
         pause(0.7)
-        with UdpSink(pair.peer_netns, SIGNAL_UDP, timing=True) as sink:
-            target = (pair.peer_address4, SIGNAL_UDP)
-            with UdpSource(pair.netns, target, packets_per_s=100, size=64, limit=150):
-                wait_until(lambda: sink.received == 150, "all 150 heartbeats")
-            delays_us = sorted(sink.delays_us)
+        delays_us = heartbeat_delays_us(one)
     median_us = delays_us[len(delays_us) // 2]
     print(f"median {median_us:.0f} us")
     assert median_us <= 20_000, f"got {median_us:.0f} us, want no wait behind bulk"
@@ -217,11 +223,7 @@ def test_edt_holds_tcp_and_keeps_signal_in_front(bench: Callable[..., Bench]) ->
         flows = [stack.enter_context(TcpFlow(*place, 20000 + number)) for number in range(8)]
         pause(0.7)
         share = steady_rate(sent_by(flows), EDT_LINK, 0.05, window_s=1.5) / EDT_LINK
-        with UdpSink(pair.peer_netns, SIGNAL_UDP, timing=True) as sink:
-            target = (pair.peer_address4, SIGNAL_UDP)
-            with UdpSource(pair.netns, target, packets_per_s=100, size=64, limit=150):
-                wait_until(lambda: sink.received == 150, "all 150 heartbeats")
-            delays_us = sorted(sink.delays_us)
+        delays_us = heartbeat_delays_us(one)
         shares = [flow.wire_bits() for flow in flows]
         reordered = sum(flow.info().out_of_order for flow in flows)
     print(f"{100 * share:.1f} %, median {delays_us[75]:.0f} us, p99 {delays_us[148]:.0f} us")

@@ -39,7 +39,6 @@ class WorkerProcess:
             environment,
         )
         self._unread = b""
-        self._ended = False
 
     def send(self, message: dict[str, object]) -> None:
         """Write one line to it. Raises FailedError (lab-worker-failed)."""

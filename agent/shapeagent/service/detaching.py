@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,7 +76,7 @@ def _drop_filters(
     )
     index = link.read_device(rtnl, device).index
 
-    def drop(name: str, what: str, delete: Callable[[tuple[int]], object]) -> None:
+    def drop(name: str, what: str, delete: Callable[..., object]) -> None:
         try:
             descriptor = bpf.get_pinned(str(pins / name))
         except FileNotFoundError:
@@ -86,22 +87,20 @@ def _drop_filters(
         if dry_run:
             return
         try:
-            delete((number,))
+            delete(our_program_ids=(number,))
         except ShapeError as error:
             notes.append(error.message)
 
     drop(
         filters.REDIRECT_NAME,
         "redirect to the IFB",
-        lambda ids: filters.del_redirect(rtnl, index, our_program_ids=ids),
+        partial(filters.del_redirect, rtnl, index),
     )
     for direction, name in FILTER_PROGRAMS.items():
         drop(
             name,
             f"{direction.value} filter",
-            lambda ids, direction=direction: filters.del_filter(  # type: ignore[misc]
-                rtnl, index, direction, our_program_ids=ids
-            ),
+            partial(filters.del_filter, rtnl, index, direction),
         )
 
 

@@ -372,12 +372,14 @@ class _Rows:
     """The results file: rows by key, saved after each one."""
 
     def __init__(self, path: Path, clock: str, release_start: str) -> None:
+        from shapeagent.lab.bench.curves import read_cpu_model
+
         self._path = path
         self._clock = clock
         self._release_start = release_start or os.uname().release
         self._rows: dict[str, dict[str, Any]] = {}
         self.facts: dict[str, object] = {
-            "host_cpu": _cpu_model(),
+            "host_cpu": f"{os.cpu_count()} × {read_cpu_model()}",
             "host_kernel": os.uname().release,
             "clock": clock,
             "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -434,9 +436,3 @@ def _write_json(path: Path, document: dict[str, Any]) -> None:
         raise FailedError(
             "bench-file-write", f"{path}: {error.strerror}", hint="--output FILE"
         ) from error
-
-
-def _cpu_model() -> str:
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-        names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    return f"{len(names)} × {names[0]}" if names else "unknown"

@@ -19,7 +19,14 @@ from shapeagent.lab.bench.queues import AttachShaper, Place, queue_named, requir
 from shapeagent.lab.children import READY_TIMEOUT_S, cpu_ticks, sleep_until, start_workers
 from shapeagent.lab.stats import DelayStats, jitter_us, quantile_nearest_rank, summarize_delays
 from shapeagent.lab.topology import Lab, Port, RoutedPath, ip_batch, routed_path, run_command
-from shapeagent.lab.wire import WIRE_OVERHEAD_BYTES, Wire, make_wire, read_wire
+from shapeagent.lab.traffic import TCP_HEADERS_BYTES
+from shapeagent.lab.wire import (
+    ETHERNET_HEADER_BYTES,
+    WIRE_OVERHEAD_BYTES,
+    Wire,
+    make_wire,
+    read_wire,
+)
 from shapeagent.lab.worker import TOKEN_BYTES
 from shapeagent.model.errors import FailedError
 
@@ -32,9 +39,7 @@ KV_PORT = 5600  # the NIXL side channel: `signal` in the built-in policy
 BULK_PORT = 2049
 STREAM_PORT = 8000
 DRAIN_S = 1.0
-ETHERNET_HEADER_BYTES = 14
 PROBE_FRAME_BYTES = 92
-TCP_HEADERS_BYTES = 66
 FULL_SHARE = 0.90  # of the shaper's rate: below it the link was not full
 IDLE_SHARE = 0.10  # below it the CPU was the bottleneck
 
@@ -93,13 +98,12 @@ def run_cell(
                 queue = queue_named(cell.queue, ingress=scenario.ingress)
                 require_qdiscs(shaped.namespace, queue)
                 stack.enter_context(queue.enter(place))
-            extra: dict[str, Any] = {}
             if cell.scenario == "lease-storm":
                 from shapeagent.lab.bench.etcd import running_etcd
 
                 stack.enter_context(running_etcd(path.receiver, path.receiver_port.ipv4))
             results, observed = _run(lab, path, wire, traffic_of(cell, path), cell)
-            extra["segment_bytes"] = _gso_max_size(shaped)
+            segment_bytes = _gso_max_size(shaped)
         delays, row = _figures(cell, results, observed)
         if samples_dir is not None:
             _write_samples(samples_dir / f"{cell.key}.json.gz", delays)
@@ -123,8 +127,8 @@ def run_cell(
         "link_full": bool(full),
         "counts": bool(full and observed.cpu_idle >= IDLE_SHARE),
         "wire_dropped": observed.dropped,
-        "wire_model": wire_kind(wire),
-        **extra,
+        "wire_model": wire.kind,
+        "segment_bytes": segment_bytes,
     }
 
 
@@ -153,11 +157,6 @@ def make_bench_wire(port: Port, cell: Cell) -> Wire:
         burst_bytes=0,
         kind="netem",
     )
-
-
-def wire_kind(wire: Wire) -> str:
-    """Return how the wire is modelled: `netem` or `tbf`."""
-    return wire.kind
 
 
 def traffic_of(cell: Cell, path: RoutedPath) -> Traffic:

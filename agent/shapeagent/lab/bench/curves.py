@@ -135,14 +135,19 @@ def run_curves(
     return curves
 
 
+def read_cpu_model() -> str:
+    """Return the name of this machine's CPU, else its architecture. Source: proc(5), cpuinfo."""
+    cpu = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    return cpu[1] if cpu else platform.machine()
+
+
 def machine_facts(clock: str) -> dict[str, Any]:
     """Return what the figures were measured on."""
-    cpu = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
     memory = re.search(r"^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
     return {
         "kernel": os.uname().release,
         "clock": clock,
-        "cpu": cpu[1] if cpu else platform.machine(),
+        "cpu": read_cpu_model(),
         "cpus": os.cpu_count(),
         "memory_mb": int(memory[1]) // 1024 if memory else None,
         "iproute2": run_command(["tc", "-V"]).removeprefix("tc utility, ").split(",")[0].strip(),

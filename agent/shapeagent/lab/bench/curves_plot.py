@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shapeagent.lab.bench.curves_jobs import CLASSIFIERS, POINTS
-from shapeagent.model.errors import UnsupportedError
+from shapeagent.lab.bench.plots import load_pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,17 +39,7 @@ def plot_curves(rows: Sequence[Row], folder: Path) -> list[Path]:
 
     Raises: UnsupportedError (plot-missing) where matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise UnsupportedError(
-            "plot-missing",
-            "The charts need matplotlib, which is not installed.",
-            hint="pip install 'shapectl[bench]', or make bench, which installs it",
-        ) from error
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
+    plt = load_pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for curve in _curves_in(rows):

@@ -19,7 +19,6 @@ from typing import Any
 from shapeagent.lab.bench.catalog import (
     IDLE,
     INGRESS_SHAPER_SHARE,
-    SCENARIOS,
     SHAPER_SHARE,
     WARM_UP_S,
 )
@@ -47,6 +46,7 @@ from shapeagent.lab.bench.report import (
     loss_of,
     markdown_table,
     netem_spread,
+    scenario_heading,
     topic_markdown,
     topic_text,
 )
@@ -110,12 +110,10 @@ def _recording_attach(lines: list[str]) -> AttachShaper:
         *,
         profile: str | None = None,
         ingress: str = "count",
-        segment_limit: str | None = None,
     ) -> Iterator[int]:
         words = ["shapectl", "attach", device, "--link-rate", f"{link_rate_bits_per_s / 1e6:g}mbit"]
         words += [] if profile is None else ["--profile", profile]
         words += [] if ingress == "count" else ["--ingress", ingress]
-        words += [] if segment_limit is None else ["--segment-limit", segment_limit]
         lines.append(" ".join(words))
         yield link_rate_bits_per_s
 
@@ -263,9 +261,7 @@ def _scenario_sections(groups: Sequence[Group], charts: Collection[str] | None) 
     for topic, own in by_topic(groups).items():
         if topic.scenario != scenario:
             scenario = topic.scenario
-            one = SCENARIOS[scenario]
-            about = f"{one.about[0].upper()}{one.about[1:]}. Figures: {one.measured}."
-            out += [f"### {scenario}", "", about, ""]
+            out += scenario_heading(scenario, level=3)
         out += [f"#### {topic_text(topic)}", "", *topic_markdown(topic, own), ""]
         for kind in KINDS:
             name = names[topic][kind]

@@ -41,15 +41,8 @@ _LABEL_GAP = 0.038  # between labels at the right, as a share of the axis
 Samples = Mapping[str, list[list[tuple[float, float]]]]  # queue → repeats → (sent, delay) in µs
 
 
-def plot_rows(rows: Iterable[Row], samples_dir: Path, folder: Path) -> list[Path]:
-    """Return the paths of the charts: KIND-SCENARIO-LINK.png for each kind, scenario and wire.
-
-    Args:
-        samples_dir: holds `<key>.json.gz` of the rows; without those of a scenario and
-            wire only its front is drawn.
-
-    Raises: UnsupportedError (plot-missing) where matplotlib is not installed.
-    """
+def load_pyplot() -> Any:
+    """Return matplotlib's pyplot, drawing into files. Raises UnsupportedError (plot-missing)."""
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -60,6 +53,20 @@ def plot_rows(rows: Iterable[Row], samples_dir: Path, folder: Path) -> list[Path
         ) from error
     mpl.use("agg")
     from matplotlib import pyplot as plt
+
+    return plt
+
+
+def plot_rows(rows: Iterable[Row], samples_dir: Path, folder: Path) -> list[Path]:
+    """Return the paths of the charts: KIND-SCENARIO-LINK.png for each kind, scenario and wire.
+
+    Args:
+        samples_dir: holds `<key>.json.gz` of the rows; without those of a scenario and
+            wire only its front is drawn.
+
+    Raises: UnsupportedError (plot-missing) where matplotlib is not installed.
+    """
+    plt = load_pyplot()
 
     rows = distinct(rows)
     groups = aggregate(rows)

@@ -43,7 +43,6 @@ class AttachShaper(Protocol):
         *,
         profile: str | None = None,
         ingress: str = "count",
-        segment_limit: str | None = None,
     ) -> AbstractContextManager[int]:
         """Return a context whose value is the ceiling of bulk in wire bits per second."""
         ...

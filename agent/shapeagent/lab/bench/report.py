@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shapeagent.lab.bench.catalog import IDLE, SCENARIOS
-from shapeagent.lab.bench.cell import ETHERNET_HEADER_BYTES, FULL_SHARE, IDLE_SHARE
+from shapeagent.lab.bench.cell import FULL_SHARE, IDLE_SHARE
 from shapeagent.lab.bench.queues import EGRESS, INGRESS
-from shapeagent.lab.wire import WIRE_OVERHEAD_BYTES
+from shapeagent.lab.wire import ETHERNET_HEADER_BYTES, WIRE_OVERHEAD_BYTES
 
 Row = Mapping[str, Any]
 
@@ -665,6 +665,13 @@ def headline_markdown(groups: Sequence[Group]) -> list[str]:
     return lines
 
 
+def scenario_heading(name: str, *, level: int) -> list[str]:
+    """Return the heading of a scenario, with what it is and what its figures are."""
+    one = SCENARIOS[name]
+    about = f"{one.about[0].upper()}{one.about[1:]}. Figures: {one.measured}."
+    return [f"{'#' * level} {name}", "", about, ""]
+
+
 def tables_markdown(groups: Sequence[Group], *, level: int) -> list[str]:
     """Return a section per scenario with its tables."""
     lines: list[str] = []
@@ -672,9 +679,7 @@ def tables_markdown(groups: Sequence[Group], *, level: int) -> list[str]:
     for topic, own in by_topic(groups).items():
         if topic.scenario != scenario:
             scenario = topic.scenario
-            one = SCENARIOS[scenario]
-            about = f"{one.about[0].upper()}{one.about[1:]}. Figures: {one.measured}."
-            lines += [f"{'#' * level} {scenario}", "", about, ""]
+            lines += scenario_heading(scenario, level=level)
         lines += [f"{'#' * (level + 1)} {topic_text(topic)}", ""]
         lines += [*topic_markdown(topic, own), ""]
     return lines

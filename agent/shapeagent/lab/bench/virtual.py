@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shapeagent.kernel.compile import CACHE_DIR, find_image, read_source
+from shapeagent.kernel.compile import CACHE_DIR, find_image
 from shapeagent.kernel.signals import InterruptGuard
 from shapeagent.lab.bench.catalog import IDLE, Cell
 from shapeagent.lab.bench.guest import Guest, build_initrd
@@ -162,13 +162,13 @@ def _packed(
     """Give a kernel and an initrd that lies in a private folder."""
     kernel = find_kernel(series)
     progress("compiling the classifier")
-    find_image()
+    image, _ = find_image()
     sweep_folders()
     prefix = f"{_FOLDER_PREFIX}{os.getpid()}-"
     with InterruptGuard(), tempfile.TemporaryDirectory(prefix=prefix) as name:
         images = Path(name) / "images"
         images.mkdir()
-        shutil.copy(CACHE_DIR / f"{read_source()[1]}.json", images)
+        shutil.copy(CACHE_DIR / f"{image.digest}.json", images)
         initrd = Path(name) / "initrd"
         build_initrd(initrd, kernel, tree, images=images, programs=programs)
         yield kernel, initrd
