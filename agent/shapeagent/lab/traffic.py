@@ -143,6 +143,7 @@ def run_traffic(
         "address": there,
         "port": spec.bulk_port,
         "flows": spec.bulk_flows,
+        "zero_copy": False,
     }
     try:
         servers = start_workers(

