@@ -151,19 +151,22 @@ def test_segment_limit_above_the_devices_own_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "profile", "want"),
+    ("rate", "mtu", "profile", "want"),
     [
-        (100 * MBIT, Profile.HTB, 3_028),
-        (100 * MBIT, Profile.PRIO, 0),
-        (5 * GBIT, Profile.PRIO, 0),
-        (10 * GBIT, Profile.PRIO, 31_250),
-        (10 * GBIT, Profile.HTB, 31_250),
+        (100 * MBIT, 1500, Profile.HTB, 3_028),
+        (100 * MBIT, 1500, Profile.PRIO, 0),
+        (5 * GBIT, 1500, Profile.PRIO, 0),
+        (10 * GBIT, 1500, Profile.PRIO, 31_250),
+        (10 * GBIT, 1500, Profile.HTB, 31_250),
+        (GBIT, 9000, Profile.HTB, 18_028),
+        (GBIT, 9000, Profile.PRIO, 0),
+        (10 * GBIT, 9000, Profile.PRIO, 0),
     ],
 )
 def test_auto_leaves_splitting_to_tbf_where_that_is_cheaper(
-    rate: int, profile: Profile, want: int
+    rate: int, mtu: int, profile: Profile, want: int
 ) -> None:
-    got = plan.resolve_segment_limit(policy(rate), device(), rate, profile)
+    got = plan.resolve_segment_limit(policy(rate), device(mtu=mtu), rate, profile)
     assert got == want, f"got {got}, want {want}"
 
 
@@ -172,9 +175,12 @@ def test_a_segment_limit_that_was_asked_for_holds_under_tbf_too() -> None:
     assert plan.resolve_segment_limit(asked, device(), GBIT, Profile.PRIO) == 9_000
 
 
-@pytest.mark.parametrize(("rate", "named"), [(100 * MBIT, True), (GBIT, False)])
-def test_plan_names_prio_where_it_measured_better(rate: int, named: bool) -> None:
-    _, why = plan.choose_profile(device(), DEBIAN, None, rate)
+@pytest.mark.parametrize(
+    ("rate", "mtu", "named"),
+    [(100 * MBIT, 1500, True), (GBIT, 1500, False), (GBIT, 9000, True), (2 * GBIT, 9000, False)],
+)
+def test_plan_names_prio_where_it_measured_better(rate: int, mtu: int, named: bool) -> None:
+    _, why = plan.choose_profile(device(mtu=mtu), DEBIAN, None, rate)
     assert ("--profile prio" in why) is named, f"got {why!r}"
 
 
@@ -408,7 +414,7 @@ def test_prio_bands_follow_priority_and_sit_under_a_tbf() -> None:
     assert tree.default_minor == 3
     assert tree.tbf_rate_bytes_per_s == 12_500_000
     assert tree.tbf_overhead_bytes == 24
-    assert tree.tbf_burst_bytes == 2 * 1538, f"got {tree.tbf_burst_bytes}, want two frames"
+    assert tree.tbf_burst_bytes == 1538 + 625, f"got {tree.tbf_burst_bytes}, want a frame, 50 us"
 
 
 def test_prio_stands_alone_where_the_device_pushes_back() -> None:
@@ -418,10 +424,12 @@ def test_prio_stands_alone_where_the_device_pushes_back() -> None:
 
 
 @given(st.integers(min_value=MBIT, max_value=34 * GBIT), MTUS)
-def test_tbf_burst_holds_a_frame_and_50_us(rate: int, mtu: int) -> None:
-    tree = prio(rate, device(mtu=mtu))
-    assert tree.tbf_burst_bytes >= mtu + 14 + 24
-    assert tree.tbf_burst_bytes >= rate * 50e-6 / 8 - 1
+def test_tbf_burst_holds_a_frame_and_50_us_but_not_two_frames(rate: int, mtu: int) -> None:
+    got = prio(rate, device(mtu=mtu)).tbf_burst_bytes
+    frame, slack = mtu + 14 + 24, int(rate * 50e-6 / 8)
+    assert got >= frame
+    assert got >= slack
+    assert got < max(2 * frame, slack + 1), f"got {got} B, want TBF to split two frames"
 
 
 def test_prio_with_one_class_still_has_two_bands() -> None:

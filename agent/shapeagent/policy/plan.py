@@ -65,9 +65,10 @@ BURST_NS = 50_000
 MAX_QUANTUM_BYTES = 60_000  # well under 200,000, where HTB would warn (C58)
 HTB_DEFAULT_MAX_BITS_PER_S = 25_000_000_000  # HTB's root is one lock
 HTB_DEFAULT_MAX_QUEUES = 8
-# `make bench`, signal p99 at 100 Mbit/s: htb 251 us, prio 160; at 300 Mbit/s 105 and 114.
-PRIO_BETTER_BITS_PER_S = 200_000_000
-TBF_SPLIT_BELOW_BYTES = 16_384  # above it, small packets cost less than splitting large ones
+# `make bench`, signal p99 where a frame takes 123 us: htb 251 us, prio 160; where it takes 72
+# (1 Gbit/s, 9,000 bytes) 137 and 115; where it takes 41 it is 105 and 114.
+PRIO_BETTER_FRAME_NS = 60_000
+TBF_SPLIT_BELOW_FRAMES = 11  # above it, small packets cost less than splitting large ones
 TBF_MAX_BITS_PER_S = ((1 << 32) - 1) * 8  # its rate is a u32 of bytes per second (C52)
 MIN_RATE_BYTES_PER_S = 1_000
 TWIN_RATE_PART = 100  # the twin's own rate: a hundredth of the guarantee
@@ -146,6 +147,12 @@ def wire_scale(device: DeviceFacts, segment_limit_bytes: int) -> WireScale:
     return WireScale(frame_bytes=device.mtu + header, segments=segments)
 
 
+def frame_time_ns(mtu: int, link_rate_bits_per_s: int) -> int:
+    """Return how long a full frame takes on the wire, in ns, its 24 B of overhead included."""
+    wire_bytes = mtu + ETHERNET_HEADER_BYTES + WIRE_OVERHEAD_BYTES
+    return wire_bytes * 8_000_000_000 // link_rate_bits_per_s
+
+
 def auto_segment_limit(link_rate_bits_per_s: int, mtu: int, profile: Profile | None = None) -> int:
     """Return the segment limit in bytes for a link: 25 us of it, at least two frames, 0 = off.
 
@@ -158,8 +165,7 @@ def auto_segment_limit(link_rate_bits_per_s: int, mtu: int, profile: Profile | N
     if limit > LEGACY_GSO_BYTES:
         return 0
     frame = mtu + ETHERNET_HEADER_BYTES
-    frame_ns = (frame + WIRE_OVERHEAD_BYTES) * 8_000_000_000 // link_rate_bits_per_s
-    if profile is Profile.EDT and frame_ns > LONE_FRAME_NS:
+    if profile is Profile.EDT and frame_time_ns(mtu, link_rate_bits_per_s) > LONE_FRAME_NS:
         return frame
     return min(max(limit, 2 * frame), LEGACY_GSO_BYTES)
 
@@ -186,7 +192,8 @@ def resolve_segment_limit(
     wanted = policy.segment_limit_bytes
     if wanted is None:
         wanted = auto_segment_limit(link_rate_bits_per_s, device.mtu, profile)
-        if tbf_splits(device, link_rate_bits_per_s, profile) and wanted < TBF_SPLIT_BELOW_BYTES:
+        few = TBF_SPLIT_BELOW_FRAMES * (device.mtu + ETHERNET_HEADER_BYTES)
+        if tbf_splits(device, link_rate_bits_per_s, profile) and wanted < few:
             wanted = 0
     return wanted if wanted < device.gso_max_size else 0
 
@@ -238,9 +245,11 @@ def choose_profile(
         if link_rate_bits_per_s <= HTB_DEFAULT_MAX_BITS_PER_S:
             reason = "the kernel has htb and the link is not above 25 Gbit/s"
             prio = _profile_problem(Profile.PRIO, device, kernel, link_rate_bits_per_s)
-            if prio is None and link_rate_bits_per_s <= PRIO_BETTER_BITS_PER_S:
+            if prio is None and frame_time_ns(device.mtu, link_rate_bits_per_s) > (
+                PRIO_BETTER_FRAME_NS
+            ):
                 reason += (
-                    "; --profile prio keeps signal about a third shorter at this rate, "
+                    "; --profile prio keeps the delay of signal up to a third shorter here, "
                     "but knows no guarantees: a class can starve those below it"
                 )
             return Profile.HTB, reason
@@ -589,7 +598,10 @@ def _plan_prio(
     """Return strict bands, the most urgent first; class ceilings are metered by the program.
 
     The TBF above them splits large packets, so it counts each frame with its
-    overhead, its rate needs no scale, and its burst is two frames or 50 us.
+    overhead, and its rate needs no scale. It splits none that its burst holds,
+    and TCP makes many of two frames: so the burst is less than two, unless 50 us
+    of the link are more. Two frames were 44 us of delay in the lab (1 Gbit/s, MTU
+    9,000).
     """
     order = sorted(policy.classes, key=lambda one: (one.priority, one.number))
     bands = [
@@ -611,7 +623,9 @@ def _plan_prio(
     if not under_tbf:
         return plan
     rate = link_rate_bits_per_s // 8
-    burst = max(2 * (scale.frame_bytes + WIRE_OVERHEAD_BYTES), rate * BURST_NS // 1_000_000_000)
+    frame = scale.frame_bytes + WIRE_OVERHEAD_BYTES
+    slack = rate * BURST_NS // 1_000_000_000
+    burst = max(frame + min(slack, frame // 2), slack)
     return dataclasses.replace(
         plan,
         tbf_rate_bytes_per_s=rate,
