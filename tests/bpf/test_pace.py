@@ -44,18 +44,19 @@ def pace(
     *,
     deadline: int = 0,
     link: bool = False,
+    link_rate: int = LINK_BITS_PER_S,
     text: str = POLICY,
     more: dict[str, Ceilings] | None = None,
 ) -> TreePlan:
     """Put profile edt in force, bulk at a ceiling; `link`: the device is faster than the link."""
     rig.apply(text)
-    speed = None if link else LINK_BITS_PER_S
+    speed = None if link else link_rate
     device = DeviceFacts("none", 1, "", False, 1500, 1, True, speed, 65536, 65535, None)
     tree = plan_tree(
         rig.policy,
         device,
         rig.kernel,
-        link_rate_bits_per_s=LINK_BITS_PER_S,
+        link_rate_bits_per_s=link_rate,
         profile=Profile.EDT,
         segment_limit_bytes=1514,
     )
@@ -287,21 +288,23 @@ def test_a_default_class_is_paced_only_under_a_ceiling_and_then_in_order(rig: Ri
 
 
 def test_bulk_yields_what_the_others_send(rig: Rig) -> None:
-    pace(rig, LINK_BITS_PER_S, link=True)
-    link_ns = 8 * SEGMENT * 1_000_000_000 // LINK_BITS_PER_S
-    for _ in range(50):  # until the host leaves us the few hundred microseconds of queue
+    link_rate = 20 * MBIT  # eight frames, the longest queue, are then 4.9 ms
+    text = POLICY.replace('"10%"\nsafe_ceiling', '"1mbit"\nsafe_ceiling')
+    pace(rig, link_rate, link=True, link_rate=link_rate, text=text)
+    frame_ns = 8 * SEGMENT * 1_000_000_000 // link_rate
+    for _ in range(50):  # until the host leaves us the milliseconds of queue
         wind(rig, 0)
-        wound = wind(rig, 400_000, abi.SHP_METER_LINK)
+        wound = wind(rig, 2_000_000, abi.SHP_METER_LINK)
         first = bulk(rig, 1)[0].tstamp
         between = [rig.send(tcp4(1, SIGNAL_PORT), wire_len=WIRE_LEN).tstamp for _ in range(3)]
         second = bulk(rig, 1)[0].tstamp
         if time.monotonic_ns() < wound:
             break
     else:
-        pytest.fail("got no five packets through the program in 400 us, in 50 tries")
+        pytest.fail("got no five packets through the program in 2 ms, in 50 tries")
     assert between == [0, 0, 0], f"got stamps {between} on signal"
     assert first == wound, f"got {first}, want {wound}, when the link is free"
-    assert abs(second - first - 4 * link_ns) <= 4, f"got {second - first} ns, want four frames"
+    assert abs(second - first - 4 * frame_ns) <= 4, f"got {second - first} ns, want four frames"
 
 
 def test_what_the_others_send_beyond_their_part_does_not_starve_bulk(rig: Rig) -> None:

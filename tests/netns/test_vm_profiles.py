@@ -401,7 +401,7 @@ def root_wire_bits(one: Bench) -> int:
 
 @pytest.mark.parametrize("flows", [1, 8])
 def test_tcp_fills_the_link_under_prio(bench: Callable[..., Bench], flows: int) -> None:
-    """A TBF's burst of two frames and a queue of a millisecond do not slow TCP down.
+    """A TBF's burst of under two frames and a queue of a millisecond do not slow TCP down.
 
     Counted at the TBF: the receiver counts what is in order, which comes in jumps after a loss.
     """
