@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from shapeagent.lab.bench.catalog import (
@@ -10,14 +12,17 @@ from shapeagent.lab.bench.catalog import (
     NOT_IN_HEADLINE,
     OUR_QUEUES,
     SCENARIOS,
+    Cell,
     all_cells,
     headline_cells,
     queues_of,
     scenario_named,
     select_cells,
 )
+from shapeagent.lab.bench.cell import run_cells
 from shapeagent.lab.bench.queues import EGRESS, INGRESS, queue_named
 from shapeagent.model.errors import InputError
+from shapectl.labattach import LabAttach
 
 
 def test_headline_compares_every_queue_three_times_at_both_links() -> None:
@@ -86,3 +91,20 @@ def test_unknown_queue_is_refused_with_the_names(queue: str, ingress: bool) -> N
         queue_named(queue, ingress=ingress)
     assert caught.value.reference == "bench-queue-unknown"
     assert next(iter(INGRESS if ingress else EGRESS)) in str(caught.value.hint)
+
+
+def test_a_cell_that_fails_is_told_and_the_next_one_runs(tmp_path: Path) -> None:
+    cells = [
+        Cell(name, IDLE, 100_000_000, 1500, 1, duration_s=1.0) for name in ("nonsense", "no sense")
+    ]
+    failed: list[tuple[str, str]] = []
+    run_cells(
+        cells,
+        attach=LabAttach(tmp_path, lambda _: None),
+        clock="real",
+        samples_dir=tmp_path,
+        on_row=lambda row: pytest.fail(f"got {row}, want no row"),
+        on_error=lambda cell, error: failed.append((cell.scenario, error.reference)),
+    )
+    want = [("nonsense", "bench-scenario-unknown"), ("no sense", "bench-scenario-unknown")]
+    assert failed == want, f"got {failed}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from shapeagent.model.errors import FailedError, InputError
+from shapeagent.model.errors import FailedError, InputError, ShapeError
 from shapectl.labattach import LabAttach
 from shapectl.output import Bar, note, print_json, print_line, print_table
 from shapectl.params import duration, rate
@@ -75,8 +75,8 @@ def list_command(ctx: click.Context) -> None:
 @click.option(
     "--set",
     "cell_set",
-    type=click.Choice(["headline", "all"]),
-    help="A whole set of cells, as `make bench` and `make bench-full` run them.",
+    type=click.Choice(["headline", "fast", "all"]),
+    help="A whole set of cells: of `make bench`, of wires from 1 Gbit/s, of `make bench-full`.",
 )
 @click.option("--scenario", "scenarios", multiple=True, metavar="NAME", help="See bench list.")
 @click.option("--queue", "queues", multiple=True, metavar="NAME", help="See bench list; or idle.")
@@ -142,7 +142,7 @@ def run_command(
                 "bench-set", "--set is a whole set of cells; it takes no choice of them.",
                 hint="leave out --set, or --scenario, --queue, --link, --mtu and --duration.",
             )  # fmt: skip
-        cells = catalog.headline_cells() if cell_set == "headline" else catalog.all_cells()
+        cells = catalog.SETS[cell_set]()
     else:
         cells = catalog.select_cells(
             scenarios or ["signal-under-bulk"],
@@ -337,13 +337,18 @@ def cells_command(cells_file: str, rows_file: str, clock: str, keep_samples: str
         with open(rows_file, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
-    _run_real(cells, Path(keep_samples), take, clock=clock)
+    def note_failure(cell: Cell, error: ShapeError) -> None:
+        said = [f"{error.reference}: {error.message}", *error.details]
+        take({"key": cell.key, "failed": said})
+
+    _run_real(cells, Path(keep_samples), take, note_failure, clock=clock)
 
 
 def _run_real(
     cells: Sequence[Any],
     samples: Path,
     take: Callable[[dict[str, Any]], None],
+    on_error: Callable[[Any, ShapeError], None] | None = None,
     *,
     clock: str = "real",
 ) -> None:
@@ -351,7 +356,9 @@ def _run_real(
 
     samples.mkdir(parents=True, exist_ok=True)
     attach = LabAttach(samples, lambda _: None)
-    run_cells(cells, attach=attach, clock=clock, samples_dir=samples, on_row=take)
+    run_cells(
+        cells, attach=attach, clock=clock, samples_dir=samples, on_row=take, on_error=on_error
+    )
 
 
 def _checkout() -> Path:

@@ -28,7 +28,7 @@ from shapeagent.lab.wire import (
     read_wire,
 )
 from shapeagent.lab.worker import TOKEN_BYTES
-from shapeagent.model.errors import FailedError
+from shapeagent.model.errors import FailedError, ShapeError
 
 ROLES_MODULE = "shapeagent.lab.bench.roles"
 PROBE_INTERVAL_US = 2_000
@@ -92,7 +92,7 @@ def run_cell(
         _set_mtu(path, cell.mtu)
         wire = make_bench_wire(path.router_egress, cell)
         shaped = path.receiver_port if scenario.ingress else path.sender_port
-        place = Place(shaped, cell.shaper_bits_per_s or cell.link_bits_per_s, attach)
+        place = Place(shaped, cell.shaper_bits_per_s or cell.link_bits_per_s, cell.mtu, attach)
         with contextlib.ExitStack() as stack:
             if cell.queue != IDLE:
                 queue = queue_named(cell.queue, ingress=scenario.ingress)
@@ -375,8 +375,20 @@ def run_cells(
     clock: str,
     samples_dir: Path,
     on_row: Callable[[dict[str, Any]], None],
+    on_error: Callable[[Cell, ShapeError], None] | None = None,
 ) -> None:
-    """Run cells on this kernel, one by one; `on_row` gets each row. Raises as `run_cell`."""
+    """Run cells on this kernel, one by one; `on_row` gets each row.
+
+    With `on_error` a cell that fails goes there and the next one runs; without, it
+    raises as `run_cell` does.
+    """
     with InterruptGuard():
         for cell in cells:
-            on_row(run_cell(cell, attach=attach, clock=clock, samples_dir=samples_dir))
+            try:
+                row = run_cell(cell, attach=attach, clock=clock, samples_dir=samples_dir)
+            except ShapeError as error:
+                if on_error is None:
+                    raise
+                on_error(cell, error)
+            else:
+                on_row(row)

@@ -27,6 +27,7 @@ from shapeagent.lab.bench.plots import KINDS, chart_names
 from shapeagent.lab.bench.queues import EGRESS, INGRESS, AttachShaper, Place, Queue
 from shapeagent.lab.bench.report import (
     ARTICLE_ROWS,
+    FAST_BITS_PER_S,
     FULL_TEXT,
     HEADLINE_COLUMNS,
     HEADLINE_SCENARIO,
@@ -42,13 +43,13 @@ from shapeagent.lab.bench.report import (
     facts_line,
     headline_markdown,
     headline_topics,
-    link_text,
     loss_of,
     markdown_table,
     netem_spread,
     scenario_heading,
     topic_markdown,
     topic_text,
+    wire_text,
 )
 from shapeagent.lab.topology import Port
 from shapeagent.lab.wire import WIRE_OVERHEAD_BYTES
@@ -91,12 +92,13 @@ class _Recorder(Place):
 
 
 def set_up_lines(queue: Queue, rate_bits_per_s: int, device: str = "eth0") -> list[str]:
-    """Return the commands that make a queue on `device` at one rate, as the benchmark types them.
+    """Return what the benchmark types to make a queue on `device` at one rate, with MTU 1500.
 
     They come from the queue itself: there is no second copy that could differ.
     """
     lines: list[str] = []
-    place = _Recorder(Port("lab", device, "", ""), rate_bits_per_s, _recording_attach(lines), lines)
+    port, attach = Port("lab", device, "", ""), _recording_attach(lines)
+    place = _Recorder(port, rate_bits_per_s, 1500, attach, lines)
     with queue.enter(place):
         return lines
 
@@ -308,7 +310,12 @@ def readme_block(rows: Iterable[Row]) -> str:
         "",
         *markdown_table(
             ("link", "queue", ">p50", ">p99", ">jitter, mean–p99", ">lost", ">bulk"),
-            [row for topic, own in topics.items() for row in _readme_rows(topic, own)],
+            [
+                row
+                for topic, own in topics.items()
+                if topic.link_bits_per_s <= FAST_BITS_PER_S
+                for row in _readme_rows(topic, own)
+            ],
         ),
         "",
     ]
@@ -342,7 +349,7 @@ def _readme_rows(topic: Topic, groups: Sequence[Group]) -> list[tuple[str, ...]]
         bulk = group.median("bulk_bits_per_s") or 0.0
         rows.append(
             (
-                link_text(topic.link_bits_per_s),
+                wire_text(topic),
                 f"**{name}**" if group.is_ours else name,
                 f"{group.median('p50_us'):,.0f} µs",
                 f"{group.median('p99_us'):,.0f} µs",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shapeagent.lab.topology import Port, run_command
-from shapeagent.lab.wire import WIRE_OVERHEAD_BYTES
+from shapeagent.lab.wire import ETHERNET_HEADER_BYTES, WIRE_OVERHEAD_BYTES
 from shapeagent.model.errors import FailedError, InputError, UnsupportedError
 
 # What counts as urgent for cls_u32: (protocol number, field, port). The same that the
@@ -28,7 +28,8 @@ URGENT = (
     (6, "sport", 5600),
     (6, "sport", 8000),
 )
-TBF_BURST_BYTES = 3_200
+# TBF loses each packet that is larger than its burst: two full frames.
+_TBF_BURST_FRAMES = 2
 _FLOWS_OF_HTB = ("1:10", "1:20")
 
 
@@ -54,6 +55,7 @@ class Place:
 
     port: Port
     rate_bits_per_s: int
+    mtu: int
     attach: AttachShaper
 
     def tc(self, *words: str) -> str:
@@ -131,11 +133,16 @@ def _htb_with(
     return by_hand(lambda place: _htb(place, (leaf, bulk_leaf or leaf)))
 
 
+def _tbf_words(place: Place) -> str:
+    frame = place.mtu + ETHERNET_HEADER_BYTES + WIRE_OVERHEAD_BYTES
+    return f"tbf {rate_words(place.rate_bits_per_s)} burst {_TBF_BURST_FRAMES * frame}"
+
+
 def _tbf(child: str | None) -> Callable[[Place], AbstractContextManager[None]]:
     def lines(place: Place) -> list[str]:
         root = (
-            f"qdisc replace DEV root handle 1: tbf {rate_words(place.rate_bits_per_s)} "
-            f"burst {TBF_BURST_BYTES} limit {place.rate_bits_per_s // 8 // 20}"
+            f"qdisc replace DEV root handle 1: {_tbf_words(place)} "
+            f"limit {place.rate_bits_per_s // 8 // 20}"
         )
         return [root] if child is None else [root, f"qdisc add DEV parent 1:1 handle 2: {child}"]
 
@@ -144,10 +151,7 @@ def _tbf(child: str | None) -> Callable[[Place], AbstractContextManager[None]]:
 
 def _tbf_prio(place: Place) -> list[str]:
     return [
-        (
-            f"qdisc replace DEV root handle 1: tbf {rate_words(place.rate_bits_per_s)} "
-            f"burst {TBF_BURST_BYTES} limit 1000000"
-        ),
+        f"qdisc replace DEV root handle 1: {_tbf_words(place)} limit 1000000",
         "qdisc add DEV parent 1:1 handle 2: prio bands 2 priomap 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1",
         "qdisc add DEV parent 2:1 handle 10: fq_codel",
         "qdisc add DEV parent 2:2 handle 20: fq_codel",

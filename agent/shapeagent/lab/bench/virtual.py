@@ -79,7 +79,8 @@ def run_virtual(
 
     Raises:
         UnsupportedError: no QEMU, no kernel image (qemu-missing, kernel-image-missing).
-        FailedError: a cell failed (bench-cell-failed), or the kernel complained (vm-splat).
+        FailedError: cells failed (bench-cell-failed: after all others have run), or the kernel
+            complained (vm-splat).
         VmLostError: a machine went away or hung (vm-lost, vm-deadline).
 
     Effects: machines and a temporary folder, both gone on return.
@@ -106,6 +107,15 @@ def run_virtual(
             for machine in running:
                 for row in machine.poll(samples_dir):
                     on_row(row)
+        failed = [one for machine in running for one in machine.failed]
+        if failed:
+            raise FailedError(
+                "bench-cell-failed",
+                f"{len(failed)} of {len(cells)} cells failed: "
+                f"{', '.join(one['key'] for one in failed)}.",
+                details=failed[0]["failed"],
+                hint="The other rows are kept; --resume runs what is missing.",
+            )
 
 
 def run_curves_virtual(
@@ -179,6 +189,7 @@ class _Machine:
 
     def __init__(self, guest: Guest, where: Path, cells: list[Cell]) -> None:
         self.alive = True
+        self.failed: list[dict[str, Any]] = []
         self._guest = guest
         self._where = where
         self._cells = cells
@@ -191,8 +202,11 @@ class _Machine:
             return []
         ended = not self._guest.is_running()
         rows = self._new_rows()
-        for row in rows:
+        if rows:
             self._last_s = time.monotonic()
+        self.failed += [row for row in rows if "failed" in row]
+        rows = [row for row in rows if "failed" not in row]
+        for row in rows:
             if samples_dir is not None:
                 samples_dir.mkdir(parents=True, exist_ok=True)
                 shutil.copy(self._where / "samples" / f"{row['key']}.json.gz", samples_dir)
@@ -220,8 +234,9 @@ class _Machine:
         if result.rc != 0 or self._taken < len(self._cells):
             words = result.output.read_text(errors="replace").splitlines()
             raise FailedError(
-                "bench-cell-failed",
+                "bench-guest-failed",
                 f"The guest ended with status {result.rc} after {self._taken} of "
                 f"{len(self._cells)} cells.",
+                hint="The rows so far are kept; --resume runs what is missing.",
                 details=words[-20:],
             )
