@@ -144,6 +144,7 @@ static __always_inline int enforce_by_time(struct __sk_buff *skb,
 	else if (!cost && !m->tat_ns)
 		return METER_PASS;	/* no ceiling, and never had one */
 	now = bpf_ktime_get_ns();
+	pace_distrust(skb, now);
 	from = now;
 	if (link && link->tat_ns > now)
 		from = link->tat_ns;

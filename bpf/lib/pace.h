@@ -15,6 +15,7 @@
 #define SHP_PACE_H
 
 #define PACE_HARD_SHIFT 2	/* spared packets too are dropped at 4 times the limit */
+#define PACE_HORIZON_NS 10000000000ULL	/* fq's; policy/plan.py gives it to fq */
 
 /*
  * Take the next departure, not before `from`; moves the clock on by cost_ns.
@@ -72,6 +73,17 @@ static __always_inline void pace_stamp(struct __sk_buff *skb, __u64 departure,
 {
 	if (departure > now && departure > skb->tstamp)
 		skb->tstamp = departure;
+}
+
+/*
+ * A stamp beyond fq's horizon was read from another clock, as a forwarded
+ * packet's time of arrival is, and fq would hold the packet for all of it.
+ * Source: siderolabs/talos issue 13745.
+ */
+static __always_inline void pace_distrust(struct __sk_buff *skb, __u64 now)
+{
+	if (skb->tstamp > now + PACE_HORIZON_NS)
+		skb->tstamp = 0;
 }
 
 /* Whether the link's clock counts a packet that nobody paced. */

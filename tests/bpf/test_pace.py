@@ -122,6 +122,18 @@ def test_a_later_stamp_of_the_sender_stays_and_holds_up_nobody(rig: Rig) -> None
     assert early > following, f"got {early}, want it behind {following}"
 
 
+@pytest.mark.parametrize("stamp_ns", [11_000_000_000, 1_700_000_000_000_000_000])
+def test_c24_a_stamp_of_another_clock_is_replaced(rig: Rig, stamp_ns: int) -> None:
+    """A time of arrival, by the wall clock, would keep the packet in fq up to its horizon."""
+    pace(rig)
+    stamp_ns += time.monotonic_ns()
+    first = bulk(rig, 1, tstamp=stamp_ns)[0].tstamp
+    assert first == 0, f"got {first} on an idle class, want no stamp"
+    before = clock(rig)
+    second = bulk(rig, 1, tstamp=stamp_ns)[0].tstamp
+    assert second == before, f"got {second}, want the class's next departure, {before}"
+
+
 def test_an_idle_class_is_not_held_back(rig: Rig) -> None:
     pace(rig)
     wind(rig, -1_000_000_000)

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import struct
 import subprocess
 import time
@@ -41,13 +42,16 @@ from netlab import ip, load_program, tc
 from shapeagent.kernel import qdisc
 from shapeagent.kernel.netns import open_rtnl
 from shapeagent.kernel.probe import read_kernel_facts
+from shapeagent.lab.topology import routed_path
 from shapeagent.model.errors import ConflictError, InputError
 from shapeagent.model.reports import AttachRequest, ExplainRequest
 from shapeagent.model.types import Direction
 from shapeagent.policy.plan import MAJOR, live_minor
+from shapectl.labattach import LabAttach
 
 pytestmark = [pytest.mark.vm, pytest.mark.netns]
 
+SO_TIMESTAMPNS = 35  # asm-generic/socket.h; the socket module has no name for it
 LINK = 5 * MBIT  # two frames of burst outlast what an emulated CPU is late by
 WIRE_BYTES = 1400 + UDP4_HEADERS_BYTES + WIRE_EXTRA_BYTES
 BANDS = {"signal": 1, "stream": 2, "normal": 3, "bulk": 4}
@@ -288,6 +292,42 @@ def test_edt_leaves_bulk_its_guarantee(bench: Callable[..., Bench]) -> None:
         got = rate_of(sink.wire_bits, 2.0)
     print(f"bulk {got / MBIT:.2f} Mbit/s")
     assert 0.8 <= got / (0.1 * EDT_LINK) <= 1.5, f"got {got / MBIT:.2f} Mbit/s, want about 2"
+
+
+@pytest.mark.parametrize("way", ["routed", "redirected"])
+def test_c24_forwarded_packets_with_a_time_of_arrival_are_not_held_back(
+    tmp_path: Path, way: str
+) -> None:
+    """While someone asks for times of arrival, each packet of the host carries one."""
+    attach = LabAttach(tmp_path, lambda _: None)
+    with contextlib.ExitStack() as stack:
+        _, path = stack.enter_context(routed_path())
+        out = path.router_egress
+        if way == "redirected":
+            tc("qdisc", "add", "dev", "ra0", "clsact", netns=path.router)
+            action = f"protocol ip matchall action mirred egress redirect dev {out.device}".split()
+            tc("filter", "add", "dev", "ra0", "ingress", *action, netns=path.router)
+        sniffers = []
+        for netns in (path.router, path.receiver):
+            sniffer = open_socket(netns, socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0800))
+            sniffers.append(stack.enter_context(contextlib.closing(sniffer)))
+            sniffer.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+        arrived = sniffers[1]
+        arrived.settimeout(2.0)
+        stack.enter_context(attach(path.router, out.device, EDT_LINK, profile="edt"))
+        sender = stack.enter_context(contextlib.closing(open_socket(path.sender)))
+        for number in range(40):
+            port = (SIGNAL_UDP, NORMAL, BULK, BULK)[number % 4]
+            sender.sendto(bytes(1000), (path.receiver_port.ipv4, port))
+            pause(0.004)  # 2 Mbit/s: bulk stays under its ceiling
+        seen = 0
+        while seen < 40:
+            frame = arrived.recv(2048)  # TimeoutError: what is missing stands in fq
+            seen += frame[23] == socket.IPPROTO_UDP and len(frame) == 1042
+        shown = tc("-s", "-j", "qdisc", "show", "dev", out.device, netns=path.router)
+    fq = next(row for row in json.loads(shown) if row["kind"] == "fq")
+    late = {name: fq.get(name, 0) for name in ("horizon_drops", "horizon_caps", "dropped", "drops")}
+    assert not any(late.values()), f"got {late} of fq, want none held back or dropped"
 
 
 def test_edt_on_a_device_with_queues_builds_mq(bench: Callable[..., Bench]) -> None:
