@@ -58,6 +58,7 @@ _PROBED = {
     "prio": _PRIO_OPTIONS,
     "bfifo": _FIFO_OPTIONS,
     "pfifo": _FIFO_OPTIONS,
+    "pfifo_fast": b"",
     "netem": _NETEM_OPTIONS,
     "fq_codel": b"",
     "fq": b"",

@@ -96,7 +96,7 @@ def run_cell(
         with contextlib.ExitStack() as stack:
             if cell.queue != IDLE:
                 queue = queue_named(cell.queue, ingress=scenario.ingress)
-                require_qdiscs(shaped.namespace, queue)
+                require_qdiscs(queue)
                 stack.enter_context(queue.enter(place))
             if cell.scenario == "lease-storm":
                 from shapeagent.lab.bench.etcd import running_etcd

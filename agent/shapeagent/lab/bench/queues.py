@@ -14,9 +14,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from shapeagent.kernel.probe import probe_qdiscs
 from shapeagent.lab.topology import Port, run_command
 from shapeagent.lab.wire import ETHERNET_HEADER_BYTES, WIRE_OVERHEAD_BYTES
-from shapeagent.model.errors import FailedError, InputError, UnsupportedError
+from shapeagent.model.errors import InputError, UnsupportedError
 
 # What counts as urgent for cls_u32: (protocol number, field, port). The same that the
 # built-in policy puts into `signal` and `stream`, of what the scenarios send.
@@ -309,51 +310,12 @@ def queue_named(name: str, *, ingress: bool) -> Queue:
     return queues[name]
 
 
-def missing_qdiscs(namespace: str, queue: Queue) -> list[str]:
-    """Return the qdiscs that a queue needs and this kernel lacks, tried on a scratch device."""
-    missing = []
-    run_command(
-        ["ip", "-n", namespace, "link", "add", "scratch0", "type", "veth", "peer", "scratch1"]
-    )
-    trial = {
-        "tbf": "rate 1mbit burst 10000 limit 10000",
-        "cake": "bandwidth 1mbit",
-        "htb": "default 1",
-        "netem": "limit 100",
-    }
-    try:
-        for kind in queue.kinds:
-            words = trial.get(kind, "").split()
-            try:
-                run_command(
-                    [
-                        "tc",
-                        "-n",
-                        namespace,
-                        "qdisc",
-                        "replace",
-                        "dev",
-                        "scratch0",
-                        "root",
-                        kind,
-                        *words,
-                    ]
-                )
-            except FailedError as error:
-                if "Unknown" not in str(error) and "No such file" not in str(error):
-                    raise
-                missing.append(kind)
-    finally:
-        run_command(["ip", "-n", namespace, "link", "del", "scratch0"])
-    return missing
-
-
-def require_qdiscs(namespace: str, queue: Queue) -> None:
+def require_qdiscs(queue: Queue) -> None:
     """Raise UnsupportedError (bench-qdisc-missing) where the kernel lacks what a queue needs."""
-    missing = missing_qdiscs(namespace, queue)
+    missing = set(queue.kinds) - probe_qdiscs()
     if missing:
         raise UnsupportedError(
             "bench-qdisc-missing",
-            f"The queue {queue.name} needs {', '.join(missing)}, which this kernel does not have.",
+            f"Queue {queue.name} needs qdisc {', '.join(sorted(missing))}, which this kernel lacks.",
             hint="make bench runs in a virtual machine whose kernel has them all.",
         )
