@@ -707,6 +707,12 @@ def receive_in_order(netns: str, device: str) -> None:
     subprocess.run(["ip", "netns", "exec", netns, "sh", "-c", script], check=True, timeout=10)
 
 
+def mark_not_drop(one: Bench) -> None:
+    """Let TCP ask for marks: what fq_codel drops is sent again, and arrives out of order too."""
+    for netns in (one.netns, one.pair.peer_netns):
+        set_sysctl(netns, "net.ipv4.tcp_ecn", "1")
+
+
 def set_sysctl(netns: str, name: str, value: str) -> None:
     """Set a sysctl of a namespace of ours."""
 

@@ -68,8 +68,8 @@ def test_every_scenario_gives_a_whole_row(scenario: str, tmp_path: Path) -> None
 def test_what_arrives_can_be_shaped(queue: str, tmp_path: Path) -> None:
     row = run(cell_of("ingress", queue), tmp_path)
     assert row["bulk_bits_per_s"] > 0.1 * LINK, f"got {row}, want bulk to pass"
-    # Neither holds a queue of its own, and the wire's overflows.
-    assert row["lost"] < 0.1 * row["sent"], f"got {row}, want few probes lost"
+    # Neither holds a queue of its own, and the wire's may overflow: no word about loss.
+    assert row["lost"] < row["sent"] > 100, f"got {row}, want probes"
 
 
 def test_jumbo_frames_pass(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from enginekit import (
     add_rules,
     entry,
     environment,
+    mark_not_drop,
     pause,
     percentile,
     rate_of,
@@ -301,6 +302,7 @@ def test_a_flow_over_its_budget_moves_once(bench: Callable[..., Bench]) -> None:
 
 def test_a_flow_that_keeps_to_its_budget_comes_back(bench: Callable[..., Bench]) -> None:
     one = bench()
+    mark_not_drop(one)
     one.attach()
     pair = one.pair
     place = (pair.netns, pair.peer_netns, pair.peer_address4, SIGNAL_TCP)
@@ -339,6 +341,7 @@ def test_datagrams_over_the_budget_overflow_one_by_one(bench: Callable[..., Benc
 def test_a_whitelist_change_moves_a_flow_once(bench: Callable[..., Bench]) -> None:
     """A full queue is overtaken once, by what it held; afterwards nothing is out of order."""
     one = bench()
+    mark_not_drop(one)
     one.attach()
     pair = one.pair
     with TcpFlow(pair.netns, pair.peer_netns, pair.peer_address4, NORMAL) as flow:

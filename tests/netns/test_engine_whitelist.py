@@ -187,8 +187,9 @@ def test_replacing_the_list_loses_no_packet_its_class(bench: Callable[..., Bench
         before = one.packets()
         begin = source.sent
         replaced = 0
-        deadline_s = time.monotonic() + 4
-        while replaced < 100 and time.monotonic() < deadline_s:
+        begin_s = time.monotonic()
+        # a slow machine takes longer for the least that says something
+        while replaced < 20 or (replaced < 100 and time.monotonic() < begin_s + 4):
             # a small list most of the time: more switches per second
             wanted = lists[replaced % 2] if replaced % 10 == 0 else prefixes[replaced % 2]
             one.engine.whitelist_replace(one.device, wanted)
@@ -199,7 +200,6 @@ def test_replacing_the_list_loses_no_packet_its_class(bench: Callable[..., Bench
     probes = after["stream"] - before["stream"]
     strays = after.get("normal", 0) - before.get("normal", 0)
     print(f"{replaced} replacements under {sent} probes")
-    assert replaced >= 20, f"got {replaced} replacements in 4 s, want more"
     assert strays == 0, f"got {strays} probes that lost their class over {replaced}, want none"
     assert abs(probes - sent) <= 50, f"got {probes} in stream, want all {sent}"
 

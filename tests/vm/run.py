@@ -22,6 +22,7 @@ from tests.vm.report import Counts, read_report, sum_counts
 TREE = Path(__file__).resolve().parents[2]
 REPORTS = TREE / "build" / "vm"
 SUITES = ("tests/bpf", "tests/netns")
+NOT_IN_VM = "not perf and not compiles"
 SMOKE = "tests/netns/test_vm_*.py"
 # Needs two CPUs, with which 6.1 hangs at boot in virtual time: a machine of its own, real clock.
 TWO_CPUS = "tests/netns/test_vm_cpus.py"
@@ -70,13 +71,13 @@ class Outcome:
 def pytest_argv(tests: str) -> list[str]:
     """Return pytest's words for a choice of tests: `all`, `smoke`, paths, or an expression."""
     if tests == "all":
-        return [*SUITES, "-m", "not perf"]
+        return [*SUITES, "-m", NOT_IN_VM]
     if tests == "smoke":
         return [*(str(path.relative_to(TREE)) for path in sorted(TREE.glob(SMOKE))), "-m", "smoke"]
     words = tests.split()
     if all((TREE / word.split("::", 1)[0]).exists() for word in words):
-        return [*words, "-m", "not perf"]
-    return [*SUITES, "-m", "not perf", "-k", tests]
+        return [*words, "-m", NOT_IN_VM]
+    return [*SUITES, "-m", NOT_IN_VM, "-k", tests]
 
 
 def guest_argv(words: Sequence[str], share: Path, more: Sequence[str]) -> list[str]:

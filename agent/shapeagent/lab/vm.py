@@ -45,7 +45,7 @@ QEMU_MEMORY_MB = 300  # of QEMU itself, beside the guest's
 
 MODULES = (
     *("sch_htb", "sch_tbf", "sch_prio", "sch_fq", "sch_fq_codel", "sch_netem", "sch_cake"),
-    *("sch_ingress", "cls_bpf", "cls_u32", "cls_flower", "act_mirred", "ifb", "veth"),
+    *("sch_ingress", "cls_bpf", "cls_u32", "cls_flower", "act_mirred", "ifb", "veth", "tun"),
 )
 PROGRAMS = (
     *("sh", "bash", "cat", "env", "mkdir", "mount", "rm", "sleep", "timeout", "true", "kill"),

@@ -316,6 +316,6 @@ def require_qdiscs(queue: Queue) -> None:
     if missing:
         raise UnsupportedError(
             "bench-qdisc-missing",
-            f"Queue {queue.name} needs qdisc {', '.join(sorted(missing))}, which this kernel lacks.",
+            f"{queue.name} needs qdisc {', '.join(sorted(missing))}, which this kernel lacks.",
             hint="make bench runs in a virtual machine whose kernel has them all.",
         )
