@@ -21,8 +21,8 @@ from shapeagent.kernel.signals import InterruptGuard
 from shapeagent.lab.bench.catalog import IDLE, Cell
 from shapeagent.lab.bench.guest import Guest, build_initrd
 from shapeagent.lab.topology import process_start_ticks
-from shapeagent.lab.vm import KernelImage, find_kernel
-from shapeagent.model.errors import FailedError
+from shapeagent.lab.vm import KernelImage, VmLostError, find_kernel
+from shapeagent.model.errors import FailedError, ShapeError
 
 MACHINES = 2
 # Seconds of one CPU of a 2-core EPYC machine: to boot, for a cell's processes, for a second of
@@ -67,7 +67,7 @@ def run_virtual(
     *,
     series: str,
     tree: Path,
-    samples_dir: Path | None,
+    samples_dir: Path,
     on_row: Callable[[dict[str, Any]], None],
     progress: Callable[[str], None],
     machines: int = MACHINES,
@@ -76,24 +76,28 @@ def run_virtual(
 
     Args:
         tree: the checkout whose code runs in the guest.
+        samples_dir: gets the samples of each row, and after a failure keeps what the
+            machines said.
 
-    Raises:
+    Raises, after the other cells have run:
         UnsupportedError: no QEMU, no kernel image (qemu-missing, kernel-image-missing).
-        FailedError: cells failed (bench-cell-failed: after all others have run), or the kernel
+        FailedError: cells failed (bench-cell-failed, bench-guest-failed), or the kernel
             complained (vm-splat).
         VmLostError: a machine went away or hung (vm-lost, vm-deadline).
 
     Effects: machines and a temporary folder, both gone on return.
     """
     programs = ETCD_PROGRAMS if any(cell.scenario == "lease-storm" for cell in cells) else ()
+    shares = samples_dir / "machines"
+    shutil.rmtree(shares, ignore_errors=True)
     with (
         _packed(series, tree, programs, progress) as (kernel, initrd),
         contextlib.ExitStack() as stack,
     ):
         running = []
         for number, share in enumerate(spread_cells(cells, machines)):
-            where = initrd.parent / f"share{number}"
-            where.mkdir()
+            where = shares / str(number)
+            where.mkdir(parents=True)
             (where / "cells.json").write_text(
                 json.dumps([dataclasses.asdict(cell) for cell in share])
             )
@@ -102,11 +106,18 @@ def run_virtual(
             words += ["--keep-samples", "/share/samples"]
             guest = stack.enter_context(Guest(kernel, initrd, where, f"exec {shlex.join(words)}\n"))
             running.append(_Machine(guest, where, share))
+        lost: list[ShapeError] = []
         while any(machine.alive for machine in running):
             time.sleep(POLL_S)
             for machine in running:
-                for row in machine.poll(samples_dir):
-                    on_row(row)
+                try:
+                    for row in machine.poll(samples_dir):
+                        on_row(row)
+                except (FailedError, VmLostError) as error:
+                    lost.append(error)
+                    progress(f"a machine was lost ({error.reference}); the others go on")
+        if lost:
+            raise lost[0]
         failed = [one for machine in running for one in machine.failed]
         if failed:
             raise FailedError(
@@ -116,6 +127,7 @@ def run_virtual(
                 details=failed[0]["failed"],
                 hint="The other rows are kept; --resume runs what is missing.",
             )
+    shutil.rmtree(shares)
 
 
 def run_curves_virtual(
@@ -196,7 +208,7 @@ class _Machine:
         self._taken = 0
         self._last_s = time.monotonic()
 
-    def poll(self, samples_dir: Path | None) -> list[dict[str, Any]]:
+    def poll(self, samples_dir: Path) -> list[dict[str, Any]]:
         """Return the rows that came since the last call. Raises as `run_virtual`."""
         if not self.alive:
             return []
@@ -207,13 +219,12 @@ class _Machine:
         self.failed += [row for row in rows if "failed" in row]
         rows = [row for row in rows if "failed" not in row]
         for row in rows:
-            if samples_dir is not None:
-                samples_dir.mkdir(parents=True, exist_ok=True)
-                shutil.copy(self._where / "samples" / f"{row['key']}.json.gz", samples_dir)
+            shutil.copy(self._where / "samples" / f"{row['key']}.json.gz", samples_dir)
         if ended:
             self.alive = False
             self._check_end()
         elif time.monotonic() - self._last_s > CELL_DEADLINE_S:
+            self.alive = False
             raise self._guest.lost("vm-deadline", f"gave no row for {CELL_DEADLINE_S:.0f} s")
         return rows
 
