@@ -50,6 +50,8 @@ F_NO_PREALLOC = 1
 
 TCX_INGRESS = 46
 TCX_EGRESS = 47
+NETKIT_PRIMARY = 54
+NETKIT_PEER = 55
 
 
 class MapType(IntEnum):
@@ -348,6 +350,7 @@ def _object_info(fd: int, length: int) -> bytes:
 
 # struct bpf_prog_info, offsets in bytes
 _INFO_BYTES = 232
+_INFO_JITED_LEN = 16
 _INFO_NR_MAP_IDS = 52
 _INFO_MAP_IDS = 56
 _INFO_NAME = 64
@@ -375,6 +378,11 @@ def program_facts(fd: int) -> ProgramFacts:
         btf_id=struct.unpack_from("=I", info, _INFO_BTF_ID)[0],
         verified_instructions=struct.unpack_from("=I", info, _INFO_VERIFIED)[0],
     )
+
+
+def is_jited(fd: int) -> bool:
+    """Return whether a program was compiled to machine code, not left to the interpreter."""
+    return bool(struct.unpack_from("=I", _object_info(fd, _INFO_BYTES), _INFO_JITED_LEN)[0])
 
 
 def _info_into(fd: int, request: _Buffer) -> None:
@@ -608,7 +616,7 @@ def run_program(
 
 
 def query_tcx(ifindex: int, attach_type: int) -> tuple[int, ...]:
-    """Return the program ids on a tcx hook, which no tc of Debian 12 shows.
+    """Return the program ids on a tcx or netkit hook, which no tc of Debian 12 shows.
 
     Returns an empty tuple where the kernel has no tcx (before 6.6) or no such device.
     """
@@ -670,6 +678,8 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 __all__ = [
     "F_NO_PREALLOC",
+    "NETKIT_PEER",
+    "NETKIT_PRIMARY",
     "TCX_EGRESS",
     "TCX_INGRESS",
     "DebugInfo",
@@ -685,6 +695,7 @@ __all__ = [
     "create_map",
     "delete",
     "get_pinned",
+    "is_jited",
     "iterate",
     "load_btf",
     "load_program",

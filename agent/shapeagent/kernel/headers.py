@@ -76,6 +76,25 @@ def find_kernel_headers(
     )
 
 
+def locate_kernel_headers(
+    release: str,
+    *,
+    modules_dir: Path = Path("/lib/modules"),
+    src_dir: Path = Path("/usr/src"),
+) -> tuple[Path, ...]:
+    """Return the folders that `find_kernel_headers` would use or merge; none where there are none.
+
+    Writes nothing.
+    """
+    asked = os.environ.get("BCC_KERNEL_SOURCE")
+    if asked:
+        return (Path(asked),) if _is_whole(Path(asked)) else ()
+    for parts in _candidates(release, modules_dir, src_dir):
+        if _are_whole(parts):
+            return parts[:1] if _is_whole(parts[0]) else parts
+    return ()
+
+
 def header_package(release: str) -> str:
     """Return the Debian package that gives headers for `release`, or near enough to it.
 
@@ -128,9 +147,13 @@ def _is_whole(tree: Path) -> bool:
     return all((tree / name).is_file() for name in _WHOLE)
 
 
+def _are_whole(parts: tuple[Path, ...]) -> bool:
+    return all(any((part / name).is_file() for part in parts) for name in _WHOLE)
+
+
 def _merged(parts: tuple[Path, ...], cache_dir: Path) -> Path | None:
     """Return the merged tree of `parts`, making it if needed; None if it would not be whole."""
-    if not all(any((part / name).is_file() for part in parts) for name in _WHOLE):
+    if not _are_whole(parts):
         return None
     target = cache_dir / parts[0].name.removeprefix(_PREFIX)
     if _is_current(target, parts):

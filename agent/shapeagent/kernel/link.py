@@ -62,9 +62,11 @@ _IFLA_NUM_TX_QUEUES = 31
 _IFLA_NUM_RX_QUEUES = 32
 _IFLA_GSO_MAX_SEGS = 40
 _IFLA_GSO_MAX_SIZE = 41
+_IFLA_XDP = 43
 _IFLA_PROP_LIST = 52
 _IFLA_ALT_IFNAME = 53
 _IFLA_GSO_IPV4_MAX_SIZE = 63
+_IFLA_XDP_PROG_ID = 4
 _IFLA_INFO_KIND = 1
 _IFLA_INFO_DATA = 2
 _IFLA_VLAN_EGRESS_QOS = 3
@@ -170,6 +172,15 @@ def read_gso(rtnl: Rtnl, index: int) -> GsoLimits:
         max_segments=_u32(attributes, _IFLA_GSO_MAX_SEGS, 65535),
         ipv4_max_size_bytes=None if ipv4 is None else int(struct.unpack_from("=I", ipv4)[0]),
     )
+
+
+def read_xdp(rtnl: Rtnl, index: int) -> int:
+    """Return the id of the XDP program of a device, 0 where it has none.
+
+    Raises: FailedError interface-gone.
+    """
+    attributes = parse_attributes(_read_link(rtnl, index)[_IFINFOMSG.size :])
+    return _u32(parse_attributes(attributes.get(_IFLA_XDP, b"")), _IFLA_XDP_PROG_ID, 0)
 
 
 def set_gso(rtnl: Rtnl, index: int, limits: GsoLimits) -> None:

@@ -8,6 +8,7 @@ import errno
 import os
 import struct
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from shapeagent.kernel.link import create_scratch
@@ -38,6 +39,7 @@ from shapeagent.model.types import KernelFacts
 BPFFS_DIR = Path("/sys/fs/bpf")
 
 _CLOCK_MONOTONIC_COARSE = 6  # its resolution is TICK_NSEC (kernel/time/posix-timers.c)
+_LOOPBACK_INDEX = 1  # of lo in every network namespace
 _CAP_NET_ADMIN = 12
 _CAP_SYS_ADMIN = 21
 _CAP_PERFMON = 38
@@ -65,6 +67,7 @@ _PROBED = {
     "cake": b"",
     "mq": b"",
 }
+_HOOKS = ("ingress", "clsact")
 
 
 def read_kernel_facts() -> KernelFacts:
@@ -96,6 +99,23 @@ def probe_qdiscs() -> frozenset[str]:
     Raises: PrivilegeError missing-capability; UnsupportedError scratch-missing.
     """
     return run_in_new_netns(_probe_here)[0]
+
+
+def probe_quietly(kinds: Collection[str]) -> frozenset[str]:
+    """Return those of the kinds of qdisc that the kernel adds to a loopback device.
+
+    The device is that of a private namespace, so nothing is made that anyone
+    sees. Ask only for kinds that are in the kernel already, or it will load
+    their modules.
+
+    Raises: PrivilegeError missing-capability.
+    """
+
+    def probe() -> frozenset[str]:
+        with Rtnl() as rtnl:
+            return frozenset(kind for kind in kinds if _can_add_kind(rtnl, _LOOPBACK_INDEX, kind))
+
+    return run_in_new_netns(probe)
 
 
 def read_possible_cpus(path: Path = Path("/sys/devices/system/cpu/possible")) -> int:
@@ -201,10 +221,7 @@ def _count_range(text: str) -> int:
 def _probe_here() -> tuple[frozenset[str], bool]:
     with Rtnl() as rtnl:
         index = create_scratch(rtnl, "probe0", queues=2)
-        found = {kind for kind, options in _PROBED.items() if _can_add(rtnl, index, kind, options)}
-        for kind in ("ingress", "clsact"):
-            if _can_add(rtnl, index, kind, b"", parent=TC_H_CLSACT, handle=TC_H_CLSACT_HANDLE):
-                found.add(kind)
+        found = {kind for kind in (*_PROBED, *_HOOKS) if _can_add_kind(rtnl, index, kind)}
         fq_bands = "fq" in found and _fq_has_bands(rtnl, index)
     return frozenset(found), fq_bands
 
@@ -217,6 +234,12 @@ def _fq_has_bands(rtnl: Rtnl, index: int) -> bool:
         message.kind == "fq" and message.index == index and fq_has_bands(message)
         for message in map(parse_tc, rtnl.dump(RTM_GETQDISC, build_tc(index)))
     )
+
+
+def _can_add_kind(rtnl: Rtnl, index: int, kind: str) -> bool:
+    if kind in _HOOKS:
+        return _can_add(rtnl, index, kind, b"", parent=TC_H_CLSACT, handle=TC_H_CLSACT_HANDLE)
+    return _can_add(rtnl, index, kind, _PROBED[kind])
 
 
 def _can_add(
