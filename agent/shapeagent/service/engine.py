@@ -48,9 +48,15 @@ from shapeagent.service import (
 )
 from shapeagent.service.ceilings import Enforcement, ceiling_states, class_words, tree_of
 from shapeagent.service.documents import load_policy_text
-from shapeagent.service.state import AttachState, CeilingState, StateDir, list_states, locked
+from shapeagent.service.state import (
+    RUN_DIR,
+    AttachState,
+    CeilingState,
+    StateDir,
+    list_states,
+    locked,
+)
 
-RUN_DIR = Path("/run/shapectl")
 BPFFS_DIR = Path("/sys/fs/bpf/shapectl")
 
 _MIN_CEILING_BITS_PER_S = 64_000

@@ -25,6 +25,7 @@ from shapeagent.model.errors import ConflictError, FailedError, PrivilegeError
 from shapeagent.model.types import DeviceFacts, GsoLimits, KernelFacts
 
 SCHEMA = 1
+RUN_DIR = Path("/run/shapectl")
 _LOCK_WAIT_S = 2.0
 _LOCK_POLL_S = 0.02
 
