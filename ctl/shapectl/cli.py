@@ -32,6 +32,7 @@ _COMMANDS = {
     "attach": "attach",
     "detach": "detach",
     "status": "status",
+    "doctor": "doctor",
     "explain": "explain",
     "whitelist": "whitelist",
     "class": "class_",

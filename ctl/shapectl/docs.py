@@ -37,6 +37,7 @@ _JSON_ANSWERS = (
     ("attach --dry-run", "`AttachPlan`"),
     ("detach", "`DetachReport`"),
     ("status", '`{"interfaces": [InterfaceStatus, …]}`'),
+    ("doctor", "`DoctorReport`; `severity` is ok, info, warning or error"),
     ("explain", "`Explanation`"),
     ("explain --pcap", "JSON Lines: one `Explanation` per packet, each on a line of its own"),
     (
@@ -67,6 +68,8 @@ _JSON_TYPES: tuple[type, ...] = (
     reports.DetachReport,
     reports.InterfaceStatus,
     reports.ClassStatus,
+    reports.DoctorReport,
+    reports.Finding,
     reports.Explanation,
     reports.WhitelistChange,
     reports.WhitelistRow,
@@ -79,7 +82,7 @@ _JSON_TYPES: tuple[type, ...] = (
 
 _EXIT_CODES = (
     (0, "done"),
-    (1, "failed"),
+    (1, "failed; `doctor`: an error was found"),
     (2, "usage, input or policy is invalid; nothing was changed"),
     (3, "a privilege is missing"),
     (4, "the kernel, headers, compiler or a package lacks something needed"),
@@ -183,7 +186,8 @@ def _json_type_text(annotation: str) -> str:
     if text.startswith("tuple[") and text.endswith(", ...]"):
         text = f"array of {text.removeprefix('tuple[').removesuffix(', ...]')}"
     words = {"str": "string", "int": "integer", "float": "number",
-             "RuleKind": "string", "PortSide": "string", "Direction": "string"}  # fmt: skip
+             "RuleKind": "string", "PortSide": "string", "Direction": "string",
+             "Severity": "string"}  # fmt: skip
     return " ".join(words.get(word, word) for word in text.split(" "))
 
 

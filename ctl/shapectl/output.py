@@ -55,6 +55,11 @@ def print_line(text: str = "") -> None:
     click.echo(printable(text) if text else "")
 
 
+def print_marked(word: str, text: str, *, colour: str | None = None) -> None:
+    """Print a line of the answer behind a word that has a colour on a terminal."""
+    click.echo(f"  {_painted(word, fg=colour) if colour else word}  {printable(text)}")
+
+
 def print_text(text: str) -> None:
     """Print a document to stdout byte for byte, with a final newline."""
     click.echo(text, nl=not text.endswith("\n"))

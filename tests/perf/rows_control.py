@@ -190,6 +190,32 @@ def attach_and_detach(options: Options) -> Sequence[Result]:
     ]
 
 
+# --- doctor
+
+
+@row("doctor")
+def doctor_looks(options: Options) -> Sequence[Result]:
+    """Look at host and device, start of Python included."""
+    spent = []
+    with pair() as ends:
+        for _ in range(options.pick(10, 3)):
+            started = time.perf_counter()
+            shapectl(ends, "doctor", ends.near.device)
+            spent.append(time.perf_counter() - started)
+    return [
+        Result(
+            "doctor, start of Python included",
+            min(spent),
+            "s",
+            target=0.5,
+            note=f"median {median(spent):.2f} s",
+        )
+    ]
+
+
+# --- what stays
+
+
 @row("stays")
 def nothing_stays(options: Options) -> Sequence[Result]:
     """Processes that `shapectl attach` leaves: heirs of its environment, or with our maps open."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 
@@ -199,3 +199,36 @@ class WhitelistRow:
     owner: str
     reason: str
     expires_unix_s: float | None
+
+
+class Severity(StrEnum):
+    """How bad a finding is; only an error makes `doctor` exit with 1."""
+
+    OK = "ok"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that `doctor` looked at. `id` never changes its meaning."""
+
+    id: str
+    severity: Severity
+    subject: str  # "host" or the name of a device
+    what: str
+    why: str  # why it matters, "" where all is well
+    fix: str  # the command to type, "" where all is well
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorReport:
+    """What `doctor` found. `device` is null where it looked at the whole host."""
+
+    device: str | None
+    netns: str | None
+    errors: int
+    warnings: int
+    unseen: tuple[str, ...]  # what this process may not look at
+    findings: tuple[Finding, ...]
