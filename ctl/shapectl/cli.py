@@ -30,6 +30,7 @@ class InterruptError(ShapeError):
 #: In the order of `shapectl --help`.
 _COMMANDS = {
     "attach": "attach",
+    "confirm": "confirm",
     "detach": "detach",
     "status": "status",
     "doctor": "doctor",

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from shapeagent.kernel.processes import process_start_ticks
 from shapeagent.lab.bench.etcd import running_etcd
 from shapeagent.lab.bench.leases import TTL_S
 from shapeagent.lab.children import sleep_until, start_workers
 from shapeagent.lab.topology import (
     Lab,
     private_dirs,
-    process_start_ticks,
     routed_path,
     run_in,
 )

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from shapeagent.kernel.processes import process_start_ticks
 from shapeagent.lab import topology
 from shapeagent.model.errors import FailedError
 
@@ -206,7 +207,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, run: str) -> None:
         assert child.returncode == 130, f"got exit {child.returncode}, want 130: {out}{err}"
         left = left_on_host(names) + sorted(pins_and_state() - state)
         assert not left, f"got {left} left behind, want nothing"
-        alive = [pid for pid in pids if topology.process_start_ticks(pid) is not None]
+        alive = [pid for pid in pids if process_start_ticks(pid) is not None]
         assert not alive, f"got workers {alive}, want none"
 
 

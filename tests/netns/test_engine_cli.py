@@ -106,3 +106,23 @@ def test_a_lease_ends_while_nothing_of_ours_runs(
     assert abs(live / (20 * MBIT) - 1) <= 0.05, f"got {live / MBIT:.1f} Mbit/s live, want 20"
     assert abs(safe / (50 * MBIT) - 1) <= 0.03, f"got {safe / MBIT:.1f} Mbit/s after, want 50"
     assert '"lease_s_left": 0' in json.dumps(rows), f"got {rows}, want the lease over"
+
+
+def test_an_attach_is_confirmed_by_another_command(
+    typed: tuple[Bench, Callable[..., Ran]],
+) -> None:
+    one, run = typed
+    words = ("--link-rate", "100mbit", "--profile", "police")
+    text = run("attach", one.device, *words, "--confirm", "60s").out
+    assert "unless: shapectl --netns" in text, f"got {text}, want the command that keeps it"
+    assert "not confirmed: undone in" in run("status").out
+    refused = run("attach", one.device, *words, "--confirm", "60s", code=5)
+    assert "confirm-attached" in refused.err, f"got {refused.err}"
+    done = json_of(run("confirm", "--json"))
+    assert done["device"] == one.device, f"got {done}"
+    assert 0 < done["left_s"] <= 60, f"got {done}"
+    assert "not confirmed" not in run("status").out
+    again = run("confirm", one.device, code=5)
+    assert "nothing-to-confirm" in again.err, f"got {again.err}"
+    odd = run("attach", one.device, *words, "--confirm", "1s", code=2)
+    assert "bad-confirm" in odd.err, f"got {odd.err}"

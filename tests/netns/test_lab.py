@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from shapeagent.kernel.probe import ensure_bpffs
+from shapeagent.kernel.processes import process_start_ticks
 from shapeagent.lab import topology
 from shapeagent.lab.topology import Lab, RoutedPath, private_dirs, routed_path, sweep_leftovers
 from shapeagent.lab.traffic import TCP_HEADERS_BYTES, TrafficResult, TrafficSpec, run_traffic
@@ -63,7 +64,7 @@ def pids_in(namespaces: list[str]) -> list[int]:
 
 
 def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if topology.process_start_ticks(pid) is not None]
+    return [pid for pid in pids if process_start_ticks(pid) is not None]
 
 
 def leftovers(namespaces: list[str]) -> list[str]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from shapeagent.kernel.processes import process_start_ticks
 from shapeagent.model.errors import FailedError, PrivilegeError, UnsupportedError
 
 OWNER_DIR = Path("/run/shapectl-lab")
@@ -301,20 +302,6 @@ def routed_path(*, queues: int = 1) -> Iterator[tuple[Lab, RoutedPath]]:
             )
             set_sysctls(port.namespace, {"net.ipv4.tcp_no_metrics_save": "1"})
         yield lab, RoutedPath(sender, router, receiver, sender_port, router_egress, receiver_port)
-
-
-def process_start_ticks(pid: int) -> int | None:
-    """Return when `pid` started, in clock ticks since boot; None where it does not live.
-
-    With the pid it names a process for good: pids are used again. Source:
-    proc(5), field 22 of /proc/PID/stat; a zombie counts as gone.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
 def _is_lab_name(name: str) -> bool:

@@ -40,6 +40,7 @@ class AttachRequest:
     egress_mark_mask: int | None = None
     ingress_mark_mask: int | None = None
     yes_management: bool = False  # attach also to the management device
+    confirm_s: float | None = None  # undone after so long unless confirmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,8 @@ class AttachReport:
     total_s: float
     verified_instructions: dict[str, int]
     source_digest: str
+    unconfirmed_s: float | None = None  # seconds until it is undone unless confirmed
+    undone_by: str = ""  # what waits for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,7 @@ class InterfaceStatus:
     reasons: dict[str, dict[str, int]]  # direction -> code name -> packets
     problems: tuple[str, ...]  # what is not as attach left it
     warnings: tuple[str, ...]
+    unconfirmed_s: float | None = None  # seconds until it is undone unless confirmed
 
 
 @dataclass(frozen=True, slots=True)

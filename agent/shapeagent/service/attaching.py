@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,14 @@ from shapeagent.kernel.cgroup import find_cgroup
 from shapeagent.kernel.clock import JiffiesClock
 from shapeagent.kernel.compile import Image, LoadedProgram, find_image, load_image, read_source
 from shapeagent.kernel.datapath import Datapath
+from shapeagent.kernel.guardian import stop_guardian
 from shapeagent.kernel.probe import ensure_bpffs
 from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.model.errors import ConflictError, FailedError, ShapeError
 from shapeagent.model.reports import AttachReport, AttachRequest
 from shapeagent.model.types import DeviceFacts, Direction, IngressMode, Policy, Profile
 from shapeagent.policy.rules import compile_rules
+from shapeagent.service import confirming
 from shapeagent.service.ceilings import ceiling_states, class_words, initial_ceilings, tree_of
 from shapeagent.service.describing import FILTER_PROGRAMS, interface_status, other_programs
 from shapeagent.service.detaching import restore_gso
@@ -70,11 +73,23 @@ def attach(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> AttachReport:
     store = StateDir(engine.run_dir, key)
     state = store.read()
     if state is not None:
+        if request.confirm_s is not None:
+            raise ConflictError(
+                "confirm-attached",
+                f"{wanted.device.name} is attached already, and --confirm could only undo that.",
+                hint="leave out --confirm; status shows whether the attach is still unconfirmed.",
+            )
         return _attach_again(engine, rtnl, store, state, wanted, started)
     engine.progress("compiling the classifier")
     image, compiled = find_image()
     undo = _Undo()
+    pending = None
     try:
+        if request.confirm_s is not None:
+            undo.add(store.remove, only_if_clean=True)
+            pending = confirming.arm(engine, store, wanted.device.name, request.confirm_s)
+            # where the undo fails, what waits tries again
+            undo.add(partial(stop_guardian, pending.guardian), only_if_clean=True)
         state = _build(engine, rtnl, store, wanted, image, undo)
     except BaseException as error:
         left = undo.run()
@@ -89,6 +104,8 @@ def attach(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> AttachReport:
         total_s=round(time.monotonic() - started, 4),
         verified_instructions=dict(state.verified),
         source_digest=state.source_digest,
+        unconfirmed_s=None if pending is None else round(pending.left_s, 1),
+        undone_by="" if pending is None else pending.guardian.text,
     )
 
 

@@ -22,6 +22,7 @@ from shapeagent.policy.plan import (
 )
 from shapeagent.policy.rules import compile_rules
 from shapeagent.service.ceilings import ceiling_states
+from shapeagent.service.confirming import read_pending
 from shapeagent.service.hook import list_ingress_sharers
 from shapeagent.service.records import rule_write
 
@@ -171,6 +172,7 @@ def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
     }
     programs, problems = _programs(attached)
     problems += _problems(attached, netns)
+    pending = read_pending(attached.store)
     return InterfaceStatus(
         device=state.device,
         index=state.index,
@@ -191,6 +193,7 @@ def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
         reasons=reasons,
         problems=tuple(problems),
         warnings=tuple(_warnings(attached, rows, reasons)),
+        unconfirmed_s=None if pending is None else round(pending.left_s, 1),
     )
 
 

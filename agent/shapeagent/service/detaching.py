@@ -13,6 +13,7 @@ from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.model.errors import FailedError, InputError, ShapeError
 from shapeagent.model.reports import DetachReport
 from shapeagent.model.types import Direction, GsoLimits, Policy
+from shapeagent.service import confirming
 from shapeagent.service.ceilings import tree_of
 from shapeagent.service.describing import FILTER_PROGRAMS, other_programs
 from shapeagent.service.documents import load_policy_text
@@ -22,13 +23,18 @@ if TYPE_CHECKING:
     from shapeagent.service.engine import Engine
 
 
-def detach(engine: Engine, rtnl: Rtnl, device: str, *, dry_run: bool) -> DetachReport:
+def detach(
+    engine: Engine, rtnl: Rtnl, device: str, *, dry_run: bool, unless_confirmed: str | None = None
+) -> DetachReport:
     """Detach a device; see Engine.detach."""
     key, state = _find(engine, rtnl, device)
     if key is None:
         return DetachReport(device, engine.netns, False, (), ("not attached",))
     pins = engine.bpffs_dir / key
     store = StateDir(engine.run_dir, key)
+    pending = confirming.read_pending(store)
+    if unless_confirmed is not None and (pending is None or pending.token != unless_confirmed):
+        return DetachReport(device, engine.netns, False, (), ("confirmed",))
     steps: list[str] = []
     notes: list[str] = []
     if state is None:
@@ -38,6 +44,8 @@ def detach(engine: Engine, rtnl: Rtnl, device: str, *, dry_run: bool) -> DetachR
     steps.append(f"remove the pins in {pins} and the state in {store.folder}")
     if not dry_run:
         maps.remove_pins(pins)
+        if unless_confirmed is None:  # else that is who calls
+            confirming.disarm(store)
         store.remove()
     return DetachReport(device, engine.netns, not dry_run, tuple(steps), tuple(notes))
 

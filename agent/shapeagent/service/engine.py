@@ -40,6 +40,7 @@ from shapeagent.policy.plan import class_rate_change, twin_minor, with_changes
 from shapeagent.policy.whitelist import warn_deciding_first
 from shapeagent.service import (
     attaching,
+    confirming,
     describing,
     detaching,
     explaining,
@@ -187,15 +188,36 @@ class Engine:
         with self._changing_kernel() as rtnl:
             return attaching.attach(self, rtnl, request)
 
-    def detach(self, device: str, *, dry_run: bool = False) -> DetachReport:
+    def detach(
+        self, device: str, *, dry_run: bool = False, unless_confirmed: str | None = None
+    ) -> DetachReport:
         """Detach a device and put back what was there. Idempotent.
+
+        Args:
+            unless_confirmed: only while the attach with this token waits for its confirmation.
 
         Raises:
             InputError: "no-such-device" where nothing of that name is known.
         """
         require_privileges()
         with self._changing_kernel() as rtnl:
-            return detaching.detach(self, rtnl, device, dry_run=dry_run)
+            return detaching.detach(
+                self, rtnl, device, dry_run=dry_run, unless_confirmed=unless_confirmed
+            )
+
+    def confirm(self, device: str) -> float:
+        """Keep an attach that would else be undone; returns the seconds that were left.
+
+        Raises:
+            ConflictError: "not-attached", "nothing-to-confirm", "attach-unfinished".
+        """
+        require_privileges()
+        with self._changing_kernel() as rtnl:
+            attached = self._open(rtnl, device)
+            try:
+                return confirming.confirm(attached.store, device)
+            finally:
+                attached.close()
 
     # --- looking
 

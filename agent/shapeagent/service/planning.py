@@ -40,6 +40,7 @@ from shapeagent.policy.plan import (
     tbf_splits,
 )
 from shapeagent.service.ceilings import Enforcement
+from shapeagent.service.confirming import check_confirm
 from shapeagent.service.describing import other_programs
 from shapeagent.service.documents import load_policy_text, read_policy
 from shapeagent.service.hook import refuse_shared_hook
@@ -81,6 +82,7 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
 
     Raises: InputError, ConflictError, UnsupportedError, each named.
     """
+    check_confirm(request.confirm_s)
     device = link.read_device(rtnl, request.device)
     kernel = read_kernel_facts()
     rate, rate_source = _link_rate(request, device)

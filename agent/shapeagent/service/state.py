@@ -160,6 +160,18 @@ class StateDir:
         """Replace the whitelist's text as a whole."""
         self._write("whitelist", text)
 
+    def read_confirm(self) -> str:
+        """Return the note of an attach that waits for its confirmation."""
+        return (self.folder / "confirm.json").read_text(encoding="utf-8")
+
+    def write_confirm(self, text: str) -> None:
+        """Keep that note."""
+        self._write("confirm.json", text)
+
+    def remove_confirm(self) -> None:
+        """Remove that note; nothing waits from now on."""
+        (self.folder / "confirm.json").unlink(missing_ok=True)
+
     def remove(self) -> None:
         """Remove the folder and all in it."""
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -9,7 +9,15 @@ import click
 
 from shapeagent.model.reports import AttachPlan, AttachReport, AttachRequest
 from shapeagent.model.types import IngressMode, Profile
-from shapectl.output import bytes_text, print_json, print_line, print_table, rate_text, warn
+from shapectl.output import (
+    bytes_text,
+    print_json,
+    print_line,
+    print_table,
+    rate_text,
+    seconds_text,
+    warn,
+)
 from shapectl.params import duration, mark_mask, rate, segment_limit
 from shapectl.session import ShapeCommand, complete_device, session_of
 
@@ -81,6 +89,14 @@ from shapectl.session import ShapeCommand, complete_device, session_of
     is_flag=True,
     help="Attach also to a management device: one that /etc/shapectl/management lists, that is "
     "named mgmt…, or that carries your SSH session while another NIC is up.",
+)
+@click.option(
+    "--confirm",
+    "confirm_s",
+    type=duration,
+    metavar="TIME",
+    help="Undo it after TIME (3s to 1h) unless `shapectl confirm` comes: for a device that "
+    "carries your own session.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan and change nothing.")
 @click.pass_context
@@ -162,7 +178,13 @@ def _print_report(report: AttachReport) -> None:
         )
         verified = f", verified instructions: {counts}" if counts else ""
         print_line(f"  {report.total_s:.2f}s in all, {how}{verified}")
-    print_line(f"  undo: shapectl {_netns_words(plan)}detach {plan.device}")
+    words = _netns_words(plan)
+    if report.unconfirmed_s is not None:
+        print_line(
+            f"  undone in {seconds_text(report.unconfirmed_s)} by {report.undone_by}, "
+            f"unless: shapectl {words}confirm {plan.device}"
+        )
+    print_line(f"  undo: shapectl {words}detach {plan.device}")
     for warning in plan.warnings:
         warn(warning)
 

@@ -62,6 +62,11 @@ def _print_interface(interface: InterfaceStatus) -> None:
         f"  whitelist {interface.whitelist_entries:,} entries, "
         f"generation {interface.whitelist_generation}"
     )
+    if interface.unconfirmed_s is not None:
+        print_line(
+            f"  not confirmed: undone in {seconds_text(interface.unconfirmed_s)}, "
+            f"unless: shapectl confirm {interface.device}"
+        )
     print_line()
     print_classes(interface.classes)
     if any(interface.reasons.values()):

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from shapeagent.kernel.compile import CACHE_DIR, find_image
+from shapeagent.kernel.processes import process_start_ticks
 from shapeagent.kernel.signals import InterruptGuard
 from shapeagent.lab.bench.catalog import IDLE, Cell
 from shapeagent.lab.bench.guest import Guest, build_initrd
-from shapeagent.lab.topology import process_start_ticks
 from shapeagent.lab.vm import KernelImage, VmLostError, find_kernel
 from shapeagent.model.errors import FailedError, ShapeError
 
