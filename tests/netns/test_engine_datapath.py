@@ -251,7 +251,7 @@ def test_headers_outside_the_linear_area_are_read(quiet: Callable[..., Bench]) -
     assert not odd, f"got {odd}, want nothing truncated"
 
 
-@pytest.mark.compiles
+@pytest.mark.host
 def test_a_build_that_pulls_nothing_fails_the_same_check(
     quiet: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -283,6 +283,7 @@ def test_a_ceiling_that_cannot_be_changes_nothing(bench: Callable[..., Bench]) -
 def test_a_flow_over_its_budget_moves_once(bench: Callable[..., Bench]) -> None:
     """Three times the budget: one move, no segment out of order, and the hold is renewed."""
     one = bench()
+    mark_not_drop(one)
     one.attach()
     pair = one.pair
     place = (pair.netns, pair.peer_netns, pair.peer_address4, SIGNAL_TCP)
@@ -366,6 +367,7 @@ def test_a_paced_flow_is_overtaken_by_no_more_than_one_write_per_move(
     bench: Callable[..., Bench],
 ) -> None:
     one = bench()
+    mark_not_drop(one)
     one.attach()
     pair = one.pair
     place = (pair.netns, pair.peer_netns, pair.peer_address4, NORMAL)

@@ -503,7 +503,7 @@ engine.attach(AttachRequest(device=sys.argv[2], link_rate_bits_per_s=100_000_000
         )
         assert done.returncode == -signal.SIGKILL, f"got {done.returncode}: {done.stderr}"
         with pytest.raises(ConflictError) as caught:
-            one.attach()
+            one.engine.class_set(one.device, "bulk", 50 * MBIT)
         assert caught.value.reference == "attach-unfinished", f"got {caught.value}"
         one.engine.detach(one.device)
         after = one.host_state()

@@ -22,7 +22,7 @@ from tests.vm.report import Counts, read_report, sum_counts
 TREE = Path(__file__).resolve().parents[2]
 REPORTS = TREE / "build" / "vm"
 SUITES = ("tests/bpf", "tests/netns")
-NOT_IN_VM = "not perf and not compiles"
+NOT_IN_VM = "not perf and not host"
 SMOKE = "tests/netns/test_vm_*.py"
 # Needs two CPUs, with which 6.1 hangs at boot in virtual time: a machine of its own, real clock.
 TWO_CPUS = "tests/netns/test_vm_cpus.py"

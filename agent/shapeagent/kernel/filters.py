@@ -119,7 +119,7 @@ def ensure_clsact(rtnl: Rtnl, index: int) -> bool:
         qdisc holds the hook (C28); UnsupportedError clsact-missing.
     Undo: `remove_clsact_if_empty`.
     """
-    if _found_clsact(rtnl, index):
+    if has_clsact(rtnl, index):
         return False
     body = build_tc(
         index,
@@ -130,7 +130,7 @@ def ensure_clsact(rtnl: Rtnl, index: int) -> bool:
     try:
         rtnl.request(RTM_NEWQDISC, NLM_F_CREATE | NLM_F_EXCL, body)
     except NetlinkRefusal as error:
-        if error.errno == errno.EEXIST and _found_clsact(rtnl, index):
+        if error.errno == errno.EEXIST and has_clsact(rtnl, index):
             return False  # someone else was quicker: theirs, and it stays
         if error.errno in (errno.ENOENT, errno.EOPNOTSUPP):
             raise UnsupportedError(
@@ -280,7 +280,7 @@ def remove_clsact_if_empty(
         created_by_us: `ensure_clsact` said so at attach.
         has_other_programs: a tcx program is attached to the device, either direction.
     """
-    if not created_by_us or has_other_programs or not _found_clsact(rtnl, index):
+    if not created_by_us or has_other_programs or not has_clsact(rtnl, index):
         return False
     if any(list_filters(rtnl, index, direction) for direction in Direction):
         return False
@@ -296,7 +296,11 @@ def remove_clsact_if_empty(
     return True
 
 
-def _found_clsact(rtnl: Rtnl, index: int) -> bool:
+def has_clsact(rtnl: Rtnl, index: int) -> bool:
+    """Return whether clsact is there, whoever made it.
+
+    Raises: ConflictError ingress-qdisc-foreign.
+    """
     hook = dump_tree(rtnl, index).hook
     if hook is None:
         return False

@@ -49,6 +49,7 @@ from shapeagent.model.types import DeviceFacts, GsoLimits
 NAME_MAX_BYTES = 15  # IFNAMSIZ - 1
 ALTNAME_MAX_BYTES = 127  # ALTIFNAMSIZ - 1
 IFB_ALIAS = "shapectl ingress of "
+_IFB_PREFIX = "shpifb"
 _IFB_TRIES = 8
 
 _IFINFOMSG = struct.Struct("=BxHiII")  # family, ARPHRD type, index, flags, change
@@ -225,9 +226,7 @@ def derive_ifb_name(device: str, taken: Collection[str]) -> str:
 
     Raises: ConflictError ifb-names-taken.
     """
-    for salt in range(_IFB_TRIES):
-        digest = hashlib.sha256(f"{device}\0{salt}".encode()).hexdigest()
-        name = f"shpifb{digest[:9]}"
+    for name in _ifb_names(device):
         if name not in taken:
             return name
     raise ConflictError(
@@ -235,6 +234,13 @@ def derive_ifb_name(device: str, taken: Collection[str]) -> str:
         f"All {_IFB_TRIES} names for the IFB of {device} are taken.",
         hint="See `ip link show type ifb` and delete those that are not in use.",
     )
+
+
+def _ifb_names(device: str) -> list[str]:
+    digests = (
+        hashlib.sha256(f"{device}\0{salt}".encode()).hexdigest() for salt in range(_IFB_TRIES)
+    )
+    return [f"{_IFB_PREFIX}{digest[:9]}" for digest in digests]
 
 
 def create_ifb(rtnl: Rtnl, device: str, *, queues: int = 1) -> DeviceFacts:
@@ -285,9 +291,16 @@ def create_ifb(rtnl: Rtnl, device: str, *, queues: int = 1) -> DeviceFacts:
 
 
 def find_ifbs(rtnl: Rtnl, device: str) -> tuple[LinkIdentity, ...]:
-    """Return the IFBs that `create_ifb` made for `device`."""
-    wanted = IFB_ALIAS + device
-    return tuple(link for link in list_devices(rtnl) if link.alias == wanted)
+    """Return the IFBs that `create_ifb` made for `device`.
+
+    By the alias; by the name where the maker was killed before it could write one.
+    """
+    wanted, names = IFB_ALIAS + device, _ifb_names(device)
+    return tuple(
+        link
+        for link in list_devices(rtnl)
+        if link.alias == wanted or (not link.alias and link.name in names)
+    )
 
 
 def delete_ifb(rtnl: Rtnl, index: int) -> bool:
@@ -306,7 +319,8 @@ def delete_ifb(rtnl: Rtnl, index: int) -> bool:
         raise named_error(error, "read the IFB", f"device {index}") from error
     identity = _parse_identity(answer)
     kind, _ = _parse_linkinfo(parse_attributes(answer[_IFINFOMSG.size :]))
-    if kind != "ifb" or not identity.alias.startswith(IFB_ALIAS):
+    unmarked = not identity.alias and identity.name.startswith(_IFB_PREFIX)
+    if kind != "ifb" or not (unmarked or identity.alias.startswith(IFB_ALIAS)):
         raise ConflictError(
             "ifb-not-ours",
             f"Device {identity.name} ({kind or 'hardware'}) is no IFB of ours: left alone.",

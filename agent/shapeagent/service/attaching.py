@@ -23,7 +23,7 @@ from shapeagent.model.errors import ConflictError, FailedError, ShapeError
 from shapeagent.model.reports import AttachReport, AttachRequest
 from shapeagent.model.types import DeviceFacts, Direction, IngressMode, Policy, Profile
 from shapeagent.policy.rules import compile_rules
-from shapeagent.service import confirming
+from shapeagent.service import confirming, detaching
 from shapeagent.service.ceilings import ceiling_states, class_words, initial_ceilings, tree_of
 from shapeagent.service.describing import FILTER_PROGRAMS, interface_status, other_programs
 from shapeagent.service.detaching import restore_gso
@@ -72,6 +72,11 @@ def attach(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> AttachReport:
     key = engine.key_of(rtnl, wanted.device.index)
     store = StateDir(engine.run_dir, key)
     state = store.read()
+    if state is not None and not state.complete:
+        # killed in the middle: back to what was there, then as if nothing had been
+        engine.progress("undoing what did not end")
+        detaching.detach(engine, rtnl, wanted.device.name, dry_run=False)
+        wanted, state = make_plan(engine, rtnl, request), None
     if state is not None:
         if request.confirm_s is not None:
             raise ConflictError(
@@ -297,6 +302,9 @@ def _add_filters(
 ) -> AttachState:
     index = state.index
     ids = tuple(state.program_ids.values())
+    # the journal first: who is killed in between leaves a clsact, and a detach must know whose
+    state = dataclasses.replace(state, clsact_created=not filters.has_clsact(rtnl, index))
+    store.write(state)
     created = filters.ensure_clsact(rtnl, index)
     netns = state.netns
     undo.add(
@@ -307,8 +315,9 @@ def _add_filters(
             has_other_programs=other_programs(netns, index),
         )
     )
-    state = dataclasses.replace(state, clsact_created=created)
-    store.write(state)
+    if created != state.clsact_created:
+        state = dataclasses.replace(state, clsact_created=created)
+        store.write(state)
     for direction, name in FILTER_PROGRAMS.items():
         undo.add(
             lambda direction=direction: filters.del_filter(  # type: ignore[misc]
@@ -377,12 +386,6 @@ def _attach_again(
     """Attached already: renew, take up a changed policy in place, or refuse."""
     from shapeagent.service.engine import Attached
 
-    if not state.complete:
-        raise ConflictError(
-            "attach-unfinished",
-            f"An attach of {state.device} did not end.",
-            hint=f"shapectl detach {state.device}, then attach again",
-        )
     _refuse_other_shape(state, wanted)
     attached = Attached(engine, rtnl, store, state, store.folder.name)
     try:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,9 @@ def detach(
         return DetachReport(device, engine.netns, False, (), ("confirmed",))
     steps: list[str] = []
     notes: list[str] = []
+    if state is not None and state.complete and not dry_run:
+        # the journal: what is killed from here on is finished by the next command
+        store.write(dataclasses.replace(state, complete=False))
     if state is None:
         _drop_filters(rtnl, device, pins, steps, notes, dry_run=dry_run)
     else:

@@ -452,8 +452,9 @@ class Engine:
         if state is None or not state.complete:
             raise ConflictError(
                 "attach-unfinished",
-                f"An attach of {state.device if state else key} did not end.",
-                hint=f"shapectl detach {state.device if state else ''}, then attach again",
+                f"An attach or detach of {state.device if state else key} did not end.",
+                hint=f"shapectl attach {state.device if state else ''} undoes it and attaches "
+                "again; shapectl detach only undoes it",
             )
         if state.abi_version != abi.SHP_ABI_VERSION:
             raise ConflictError(

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kill -9 between any two steps of attach and detach: the next command finishes or undoes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from enginekit import BULK, MBIT, SIGNAL_UDP, Bench, UdpSink, UdpSource, wait_until
+from killkit import Killer, each_step
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.slow,
+    pytest.mark.host,
+    pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root"),
+]
+
+RATE = 100 * MBIT
+WAYS: dict[str, dict[str, Any]] = {
+    "htb": {"profile": "htb"},
+    "police": {"profile": "police"},
+    "ifb": {"profile": "htb", "ingress": "ifb"},
+}
+
+
+@pytest.fixture
+def one(bench: Callable[..., Bench]) -> Bench:
+    made = bench()
+    made.attach()  # the image is compiled, and no kill costs seconds
+    made.engine.detach(made.device)
+    return made
+
+
+@pytest.fixture
+def killer(one: Bench) -> Iterator[Killer]:
+    made = Killer(one)
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def traffic(one: Bench) -> Iterator[Callable[[], tuple[int, int]]]:
+    """Send signal and bulk meanwhile; gives (signal, bulk) that were sent and did not arrive."""
+    pair = one.pair
+    with contextlib.ExitStack() as stack:
+        flows = []
+        for port, rate in ((SIGNAL_UDP, 200), (BULK, 200)):
+            sink = stack.enter_context(UdpSink(pair.peer_netns, port))
+            target = (pair.peer_address4, port)
+            source = UdpSource(pair.netns, target, packets_per_s=rate, size=64)
+            flows.append((stack.enter_context(source), sink))
+
+        def lost() -> tuple[int, int]:
+            for source, _ in flows:
+                source.end()
+            with contextlib.suppress(AssertionError):
+                wait_until(
+                    lambda: all(sink.received == source.sent for source, sink in flows),
+                    "what is on its way",
+                    timeout_s=1.0,
+                )
+            return tuple(source.sent - sink.received for source, sink in flows)  # type: ignore[return-value]
+
+        yield lost
+
+
+@pytest.mark.parametrize("next_command", ["detach", "attach"])
+@pytest.mark.parametrize("operation", ["attach", "detach"])
+@pytest.mark.parametrize("way", list(WAYS))
+def test_a_kill_at_any_step_is_undone_or_finished_by_the_next_command(
+    one: Bench, killer: Killer, way: str, operation: str, next_command: str
+) -> None:
+    options = {"link_rate_bits_per_s": RATE, **WAYS[way]}
+    before = one.host_state()
+    outcomes = {"as before": 0, "attached": 0}
+
+    def kill(number: int) -> bool:
+        if operation == "detach" and not (one.engine.run_dir / one.key / "state.json").exists():
+            one.attach(**options)
+        return killer.run(operation, number, **options)
+
+    def recover(number: int) -> None:
+        where = f"killed before step {number} of {operation}"
+        if next_command == "attach":
+            one.attach(**options)
+            status = one.status()
+            assert status.problems == (), f"got {status.problems}, {where}"
+            outcomes["attached"] += 1
+        one.engine.detach(one.device)
+        found = one.host_state()
+        assert found == before, f"got {found}, want {before}, {where}"
+        outcomes["as before"] += 1
+
+    with traffic(one) as lost:
+        steps = each_step(kill, recover)
+        if operation == "attach":
+            one.engine.detach(one.device)
+        lost_signal, lost_bulk = lost()
+    assert one.host_state() == before
+    print(
+        f"{way}, kill in {operation}, then {next_command}: {steps} steps, {outcomes}, "
+        f"lost {lost_signal} signal, {lost_bulk} bulk"
+    )
+    assert steps >= 10, f"got {steps} steps, want them found"
+    # Where a root qdisc or clsact comes or goes, the kernel takes the device's queue away for up
+    # to a few milliseconds (net/sched/sch_api.c, qdisc_graft: dev_deactivate), and what is sent
+    # then is lost: some of 200 datagrams a second, at most one each time.
+    most = steps
+    assert lost_signal <= most, f"got {lost_signal} datagrams of signal lost, want at most {most}"
+    assert lost_bulk <= most, f"got {lost_bulk} datagrams of bulk lost, want at most {most}"
