@@ -443,15 +443,17 @@ def _read_hardware_classes(rtnl: Rtnl, name: str, index: int) -> int:
     return highest + 1 if highest > 0 else 0
 
 
-def create_scratch(rtnl: Rtnl, name: str, *, queues: int) -> int:
+def create_scratch(rtnl: Rtnl, name: str, *, queues: int, index: int = 0) -> int:
     """Return the index of a new device to try things on: a dummy, an IFB or a veth.
 
+    Args:
+        index: which index it gets; 0 lets the kernel choose.
     Raises: UnsupportedError scratch-missing where the kernel has none of them.
     Effects: a device that is down, in the socket's namespace (use a private one).
     """
     for kind in ("dummy", "ifb", "veth"):
         body = (
-            _IFINFOMSG.pack(0, 0, 0, 0, 0)
+            _IFINFOMSG.pack(0, 0, index, 0, 0)
             + attribute_text(_IFLA_IFNAME, name)
             + attribute_u32(_IFLA_NUM_TX_QUEUES, queues)
             + nested(_IFLA_LINKINFO, attribute_text(_IFLA_INFO_KIND, kind))
