@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from shapeagent.kernel.rtnl import (
     NLM_F_CREATE,
     NLM_F_EXCL,
+    NLM_F_REPLACE,
     RTM_DELQDISC,
     RTM_GETQDISC,
     RTM_GETTCLASS,
@@ -170,24 +171,32 @@ def is_default_root(snapshot: TreeSnapshot) -> bool:
 
 
 def apply_tree(
-    rtnl: Rtnl, index: int, plan: TreePlan, on_step: Callable[[str], None] | None = None
+    rtnl: Rtnl,
+    index: int,
+    plan: TreePlan,
+    on_step: Callable[[str], None] | None = None,
+    *,
+    takeover: bool = False,
 ) -> None:
     """Return when the planned tree stands at the root of the device.
 
     Args:
+        takeover: put it in the place of whatever root stands there.
         on_step: called with a sentence before each change (after the first
             call something of ours may stand there).
     Raises: ConflictError qdisc-busy where a root that is not the kernel's
         default stands there; UnsupportedError qdisc-missing; FailedError
         interface-gone.
-    Effects: the default root and what it held are dropped.
-    Undo: `delete_root`.
+    Effects: the root before and what it held are dropped.
+    Undo: `delete_root`, and for a takeover snapshot.put_back.
     """
     step = on_step or (lambda _: None)
     for what, body, kind in _tree_messages(index, plan):
         step(what)
+        flags = NLM_F_CREATE | (NLM_F_REPLACE if takeover else NLM_F_EXCL)
+        takeover = False  # of the root only
         try:
-            rtnl.request(kind, NLM_F_CREATE | NLM_F_EXCL, body)
+            rtnl.request(kind, flags, body)
         except OSError as error:
             raise named_error(error, what, f"device {index}") from error
 
@@ -270,7 +279,7 @@ def delete_root(rtnl: Rtnl, index: int, plan: TreePlan) -> bool:
     Raises: ConflictError root-not-ours where another handle or kind stands there.
     Effects: what the tree held is dropped; the kernel makes its default root.
     """
-    kind = _root_kind(plan)
+    kind = root_kind(plan)
     snapshot = dump_tree(rtnl, index)
     root = snapshot.root
     if root is not None and root.handle >> 16 == 0:
@@ -301,7 +310,7 @@ def is_ours(snapshot: TreeSnapshot, plan: TreePlan) -> bool:
     default class must agree, and there must be no class that is not planned.
     """
     root = snapshot.root
-    if root is None or root.kind != _root_kind(plan) or root.handle >> 16 != plan.handle:
+    if root is None or root.kind != root_kind(plan) or root.handle >> 16 != plan.handle:
         return False
     if plan.profile is Profile.EDT:  # leaves not built yet are the kernel's own
         return all(
@@ -331,7 +340,7 @@ def read_back(rtnl: Rtnl, index: int, plan: TreePlan, *, leaf_limits: bool = Tru
     qdiscs = {m.parent: m for m in _dump(rtnl, RTM_GETQDISC, index)}
     classes = {m.handle: m for m in _dump(rtnl, RTM_GETTCLASS, index) if m.kind == "htb"}
     root = qdiscs.get(TC_H_ROOT)
-    _expect("root kind", root.kind if root else "none", _root_kind(plan))
+    _expect("root kind", root.kind if root else "none", root_kind(plan))
     assert root is not None
     _expect("root handle", root.handle >> 16, plan.handle)
     if not leaf_limits:
@@ -417,7 +426,8 @@ def _parse_counters(message: TcMessage) -> ClassCounters:
     )
 
 
-def _root_kind(plan: TreePlan) -> str:
+def root_kind(plan: TreePlan) -> str:
+    """Return the kind of the planned root qdisc."""
     if plan.profile is Profile.HTB:
         return "htb"
     if plan.profile is Profile.EDT:

@@ -41,6 +41,7 @@ class AttachRequest:
     ingress_mark_mask: int | None = None
     yes_management: bool = False  # attach also to the management device
     confirm_s: float | None = None  # undone after so long unless confirmed
+    takeover: bool = False  # replace a root qdisc of someone else's, and put it back on detach
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class AttachPlan:
     classes: tuple[ClassPlanRow, ...]
     steps: tuple[str, ...]
     warnings: tuple[str, ...]
+    takes_over: str | None = None  # the root qdisc of someone else's that is replaced: "htb 1:"
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,9 +295,9 @@ def _examine_owners(device: InterfaceFacts, answers: DeviceAnswers) -> Iterator[
             Severity.WARNING,
             name,
             f'The root qdisc "{answers.root}" was set by someone else.',
-            "attach refuses to replace it.",
-            f"shapectl attach {name} --profile police leaves it alone; or: tc qdisc del dev "
-            f"{name} root",
+            "attach refuses to replace it, unless it is told to and can put it back.",
+            f"shapectl attach {name} --takeover keeps a copy and restores it on detach; "
+            "--profile police leaves it alone",
         )
     if answers.hook == "ingress":
         yield Finding(

@@ -30,6 +30,7 @@ from shapeagent.service.detaching import restore_gso
 from shapeagent.service.hook import refuse_shared_hook
 from shapeagent.service.planning import Wanted, make_plan
 from shapeagent.service.records import config_record, rule_write
+from shapeagent.service.restoring import put_root_back, take_over, undo_text
 from shapeagent.service.state import AttachState, StateDir
 
 if TYPE_CHECKING:
@@ -179,6 +180,8 @@ def _build(
     pins = engine.bpffs_dir / store.folder.name
     undo.add(store.remove, only_if_clean=True)
     store.write_policy(wanted.policy.text)
+    store.write_snapshot(wanted.before)
+    store.write_undo(undo_text(rtnl, store, state, wanted.before, wanted.egress_tree, pins))
     store.write(state)
 
     engine.progress("making the maps and loading the programs")
@@ -197,7 +200,7 @@ def _build(
             verified={name: one.verified_instructions for name, one in programs.items()},
         )
         store.write(state)
-        state = _change_device(engine, rtnl, store, state, wanted, undo)
+        state = _change_device(engine, rtnl, store, state, wanted, pins, undo)
         datapath = Datapath(opened, wanted.kernel.possible_cpus)
         state = _fill(datapath, state, wanted)
         engine.progress("adding the filters")
@@ -220,6 +223,7 @@ def _change_device(
     store: StateDir,
     state: AttachState,
     wanted: Wanted,
+    pins: Path,
     undo: _Undo,
 ) -> AttachState:
     """Segment limit, egress tree, IFB with its tree."""
@@ -232,10 +236,13 @@ def _change_device(
     if wanted.egress_tree is not None:
         tree = wanted.egress_tree
         engine.progress(f"building the {wanted.profile.value} tree")
-        undo.add(lambda: qdisc.delete_root(rtnl, index, tree))
-        qdisc.apply_tree(rtnl, index, tree)
+        if wanted.takes_over:
+            take_over(rtnl, index, pins, wanted.before)
+        undo.add(lambda: put_root_back(rtnl, index, tree, wanted.before, pins))
+        qdisc.apply_tree(rtnl, index, tree, takeover=wanted.takes_over)
     if wanted.enforcement.ingress_tree is not None:
         state = _make_ifb(rtnl, store, state, wanted, undo)
+        store.write_undo(undo_text(rtnl, store, state, wanted.before, wanted.egress_tree, pins))
     return state
 
 

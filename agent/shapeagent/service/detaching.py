@@ -9,15 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shapeagent.kernel import bpf, filters, link, maps, qdisc, routes
+from shapeagent.kernel import bpf, filters, link, maps, routes
 from shapeagent.kernel.rtnl import Rtnl
-from shapeagent.model.errors import FailedError, InputError, ShapeError
+from shapeagent.model.errors import ConflictError, FailedError, InputError, ShapeError
 from shapeagent.model.reports import DetachReport
-from shapeagent.model.types import Direction, GsoLimits, Policy
+from shapeagent.model.types import Direction, GsoLimits, Policy, TreePlan
 from shapeagent.service import confirming
 from shapeagent.service.ceilings import tree_of
 from shapeagent.service.describing import FILTER_PROGRAMS, other_programs
 from shapeagent.service.documents import load_policy_text
+from shapeagent.service.restoring import put_root_back
 from shapeagent.service.state import AttachState, StateDir
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def detach(
     if state is None:
         _drop_filters(rtnl, device, pins, steps, notes, dry_run=dry_run)
     else:
-        _undo_device(engine, rtnl, state, steps, notes, dry_run=dry_run)
+        _undo_device(engine, rtnl, store, state, steps, notes, dry_run=dry_run)
     steps.append(f"remove the pins in {pins} and the state in {store.folder}")
     if not dry_run:
         maps.remove_pins(pins)
@@ -119,6 +120,7 @@ def _drop_filters(
 def _undo_device(
     engine: Engine,
     rtnl: Rtnl,
+    store: StateDir,
     state: AttachState,
     steps: list[str],
     notes: list[str],
@@ -160,12 +162,12 @@ def _undo_device(
         do("delete our IFB", lambda: _delete_ifbs(rtnl, state))
     policy = _stored_policy(engine, rtnl, state, notes)
     tree = tree_of(policy, state, Direction.EGRESS) if policy else None
+    trouble: ShapeError | None = None
     if tree is not None:
-        do(
-            f"delete our {state.profile} root qdisc of {state.device} "
-            "(the kernel makes its default)",
-            lambda: qdisc.delete_root(rtnl, index, tree),
-        )
+        try:
+            _restore_root(engine, rtnl, store, state, tree, steps, notes, dry_run=dry_run)
+        except ShapeError as error:
+            trouble = error
     if state.gso_before is not None:
         _undo_gso(engine, rtnl, state, do, notes)
     leftover = routes.find_ipv6_routes(rtnl, index)
@@ -173,6 +175,48 @@ def _undo_device(
         do("remove our IPv6 host routes", lambda: routes.remove_ipv6_routes(rtnl, leftover))
     if state.clsact_created:
         do("delete clsact if nobody else uses it", lambda: _drop_clsact(engine, rtnl, state, notes))
+    if trouble is not None:
+        store.write(dataclasses.replace(state, complete=False))
+        raise FailedError(
+            trouble.reference,
+            f"{state.device} is detached, but not all is as it was: {trouble.message}",
+            details=trouble.details,
+            hint=f"shapectl detach {state.device} tries again; {store.undo_path} has the old tree "
+            "in words of tc",
+        ) from trouble
+
+
+def _restore_root(
+    engine: Engine,
+    rtnl: Rtnl,
+    store: StateDir,
+    state: AttachState,
+    tree: TreePlan,
+    steps: list[str],
+    notes: list[str],
+    *,
+    dry_run: bool,
+) -> None:
+    """Put back the root that stood there; a root that is not ours stays, and the way back too.
+
+    Raises: FailedError restore-refused, restore-differs, or what the kernel said.
+    """
+    before = store.read_snapshot()
+    default = before is None or before.is_default
+    what = "the kernel makes its default"
+    if before is not None and not default:
+        what = f'put back "{before.root_text}"'
+    steps.append(f"delete our {state.profile} root qdisc of {state.device} ({what})")
+    if dry_run:
+        return
+    pins = engine.bpffs_dir / store.folder.name
+    try:
+        notes += put_root_back(rtnl, state.index, tree, before, pins)
+    except ConflictError as error:
+        note = error.message
+        if not default:
+            note += f" What stood there before is kept in words of tc: {store.keep_undo()}"
+        notes.append(note)
 
 
 def _delete_ifbs(rtnl: Rtnl, state: AttachState) -> None:

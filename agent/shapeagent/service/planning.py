@@ -7,9 +7,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shapeagent.kernel import filters, link, qdisc
+from shapeagent.kernel import filters, link, snapshot, tclines
 from shapeagent.kernel.probe import read_kernel_facts
 from shapeagent.kernel.rtnl import Rtnl
+from shapeagent.kernel.snapshot import DeviceSnapshot
 from shapeagent.model.errors import ConflictError, InputError
 from shapeagent.model.reports import AttachPlan, AttachRequest, ClassPlanRow
 from shapeagent.model.types import (
@@ -27,6 +28,7 @@ from shapeagent.model.types import (
 from shapeagent.model.units import format_rate, parse_size
 from shapeagent.policy.meters import least_paced_rate, pace_for
 from shapeagent.policy.plan import (
+    MAJOR,
     TC_PRIO_BULK,
     TC_PRIO_CONTROL,
     TC_PRIO_INTERACTIVE,
@@ -69,12 +71,19 @@ class Wanted:
     gso_wanted: GsoLimits
     egress_tree: TreePlan | None
     management: ManagementCheck
+    before: DeviceSnapshot
     report: AttachPlan
+    not_in_lines: tuple[str, ...] = ()  # of the root taken over: what has no line of tc
 
     @property
     def enforcement(self) -> Enforcement:
         """How ceilings will be held."""
         return Enforcement.choose(self.profile, self.ingress, shadow=self.policy.shadow)
+
+    @property
+    def takes_over(self) -> bool:
+        """Whether a root qdisc of someone else's is replaced, to be put back on detach."""
+        return self.egress_tree is not None and not self.before.is_default
 
 
 def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
@@ -95,13 +104,14 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
     enforcement = Enforcement.choose(profile, ingress, shadow=policy.shadow)
     state = StateDir(engine.run_dir, engine.key_of(rtnl, device.index)).read()
     management = check_management(rtnl, device, own_netns=engine.netns is None)
+    before = snapshot.take(rtnl, device.index, link.read_gso(rtnl, device.index))
     if state is None:
         if not request.yes_management:
             management.refuse_unconfirmed(device.name)
-        _refuse_foreign(engine, rtnl, device, enforcement)
+        _refuse_foreign(engine, rtnl, device, enforcement, before, takeover=request.takeover)
         if enforcement.ingress_tree is not None:
             refuse_shared_hook(rtnl, engine.netns, device.index, device.name)
-        gso = link.read_gso(rtnl, device.index)
+        gso = before.gso
     else:
         gso = state.gso_before or link.read_gso(rtnl, device.index)
         device = dataclasses.replace(
@@ -142,8 +152,15 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
         gso_wanted=capped_gso(gso, limit, device.mtu),
         egress_tree=tree,
         management=management,
+        # what stands there is ours, where we are attached already
+        before=before if state is None else dataclasses.replace(before, objects=()),
         report=_EMPTY_REPORT,
     )
+    if wanted.takes_over:
+        lacking = tclines.try_lines(before, queues=device.tx_queues)
+        if engine.netns is not None and before.program_ids:
+            lacking += ("its bpf filters: tc -n hides /sys/fs/bpf",)
+        wanted = dataclasses.replace(wanted, not_in_lines=lacking)
     return dataclasses.replace(wanted, report=_report(engine, wanted))
 
 
@@ -240,27 +257,26 @@ def _ingress(request: AttachRequest, device: DeviceFacts) -> IngressMode:
 
 
 def _refuse_foreign(
-    engine: Engine, rtnl: Rtnl, device: DeviceFacts, enforcement: Enforcement
+    engine: Engine,
+    rtnl: Rtnl,
+    device: DeviceFacts,
+    enforcement: Enforcement,
+    before: DeviceSnapshot,
+    *,
+    takeover: bool,
 ) -> None:
     """Refuse what is not ours and would be lost or in the way."""
-    snapshot = qdisc.dump_tree(rtnl, device.index)
-    if enforcement.egress_tree is not None and not qdisc.is_default_root(snapshot):
-        root = snapshot.root
-        name = f"{root.kind} {root.handle >> 16:x}:" if root else "unknown"
-        raise ConflictError(
-            "qdisc-busy",
-            f'Cannot attach to {device.name}: root qdisc "{name}" is not ours.',
-            hint=f"shapectl attach {device.name} --profile police leaves qdiscs alone; or remove "
-            f"it: tc qdisc del dev {device.name} root",
-        )
-    if enforcement.egress_tree is not None and any(node.kind == "fq" for node in snapshot.nodes):
-        _refuse_edt_writer(engine, rtnl, device)
-    hook = snapshot.hook
-    if hook is not None and hook.kind != "clsact":
+    if enforcement.egress_tree is not None:
+        kinds = {one.kind for one in before.objects} | {kind for _, kind in before.defaults}
+        if "fq" in kinds:
+            _refuse_edt_writer(engine, rtnl, device)
+        if not before.is_default:
+            _refuse_foreign_root(device, before, takeover=takeover)
+    if before.hook not in ("", "clsact"):
         raise ConflictError(
             "ingress-qdisc-foreign",
-            f'The "{hook.kind}" qdisc of {device.name} is owned by someone else, and clsact would '
-            "take its place.",
+            f'The "{before.hook}" qdisc of {device.name} is owned by someone else, and clsact '
+            "would take its place.",
             hint=f"see who uses it: tc filter show dev {device.name} ingress",
         )
     for direction in Direction:
@@ -274,6 +290,30 @@ def _refuse_foreign(
             )
 
 
+def _refuse_foreign_root(device: DeviceFacts, before: DeviceSnapshot, *, takeover: bool) -> None:
+    """Refuse a root of someone else's: unless it is to be taken over and can be put back.
+
+    Raises: ConflictError qdisc-busy, qdisc-not-restorable; UnsupportedError scratch-missing.
+    """
+    ours = (MAJOR, MAJOR + 1)
+    if any(one.handle >> 16 in ours for one in before.objects):
+        raise ConflictError(
+            "qdisc-busy",
+            f'The root qdisc "{before.root_text}" of {device.name} has handles of ours, and '
+            "shapectl is not attached there.",
+            hint=f"shapectl residue; if nobody needs it: tc qdisc del dev {device.name} root",
+        )
+    if takeover:
+        snapshot.prove(before, device.name, queues=device.tx_queues)
+        return
+    raise ConflictError(
+        "qdisc-busy",
+        f'Cannot attach to {device.name}: root qdisc "{before.root_text}" is not ours.',
+        hint=f"shapectl attach {device.name} --takeover keeps a copy and restores it on detach; "
+        f"--profile police leaves it alone",
+    )
+
+
 def _refuse_edt_writer(engine: Engine, rtnl: Rtnl, device: DeviceFacts) -> None:
     """Refuse to take an fq, the kernel's default too, from a program that may need it.
 
@@ -285,7 +325,7 @@ def _refuse_edt_writer(engine: Engine, rtnl: Rtnl, device: DeviceFacts) -> None:
         raise ConflictError(
             "edt-writer",
             f"{device.name} has an fq, and a program that may write departure times for it "
-            f"({name}).",
+            f"({name}): without its fq they would be sent at once.",
             hint=f"shapectl attach {device.name} --profile police leaves qdiscs alone",
         )
 
@@ -383,6 +423,7 @@ def _report(engine: Engine, wanted: Wanted) -> AttachPlan:
         classes=_class_rows(wanted),
         steps=_steps(wanted),
         warnings=_plan_warnings(wanted),
+        takes_over=wanted.before.root_text if wanted.takes_over else None,
     )
 
 
@@ -401,6 +442,11 @@ def _steps(wanted: Wanted) -> tuple[str, ...]:
             name = f"fq {wanted.egress_tree.handle:x}:"
             if wanted.egress_tree.queues > 1:
                 name = f"mq {wanted.egress_tree.handle:x}: with an fq per transmit queue,"
+        if wanted.takes_over:
+            steps.append(
+                f'keep a copy of {device}\'s root qdisc "{wanted.before.root_text}" with all under '
+                "it (made again on a scratch device: it can be put back)"
+            )
         steps.append(
             f"replace the root qdisc of {device} by {name} for "
             f"{format_rate(wanted.link_rate_bits_per_s)} on the wire, 24 bytes per frame of "
@@ -457,5 +503,10 @@ def _plan_warnings(wanted: Wanted) -> tuple[str, ...]:
     limited = any(one.ingress_ceiling_bits_per_s for one in wanted.policy.classes)
     if limited and wanted.ingress is IngressMode.COUNT:
         found.append("the policy has ingress ceilings, but what arrives is only counted")
+    if wanted.not_in_lines:
+        found.append(
+            "detach puts back the whole root qdisc, but shapectl-panic-off has only tc, and no "
+            "words for this: " + "; ".join(wanted.not_in_lines)
+        )
     found += wanted.management.warnings(wanted.device.name)
     return tuple(found)

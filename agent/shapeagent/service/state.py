@@ -21,11 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shapeagent.kernel.snapshot import DeviceSnapshot
 from shapeagent.model.errors import ConflictError, FailedError, PrivilegeError
 from shapeagent.model.types import DeviceFacts, GsoLimits, KernelFacts
 
 SCHEMA = 1
 RUN_DIR = Path("/run/shapectl")
+KEPT_UNDO_SUFFIX = ".kept-undo"
 _LOCK_WAIT_S = 2.0
 _LOCK_POLL_S = 0.02
 
@@ -114,7 +116,11 @@ def _plain(value: Any) -> Any:
 
 
 class StateDir:
-    """The folder of one interface: `state.json`, `policy.toml`, `whitelist`."""
+    """The folder of one interface: `state.json`, `policy.toml`, `whitelist`, and the way back.
+
+    That is `snapshot.json`, what stood on the device before, and `undo`, the
+    same as lines of `tc` and `ip`. All of them 0600.
+    """
 
     def __init__(self, run_dir: Path, key: str) -> None:
         self.folder = run_dir / key
@@ -172,6 +178,48 @@ class StateDir:
         """Remove that note; nothing waits from now on."""
         (self.folder / "confirm.json").unlink(missing_ok=True)
 
+    def read_snapshot(self) -> DeviceSnapshot | None:
+        """Return what stood on the device before, None where nobody wrote it down.
+
+        Raises:
+            FailedError: "state-damaged".
+        """
+        path = self.folder / "snapshot.json"
+        try:
+            return DeviceSnapshot.from_json(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise FailedError(
+                "state-damaged",
+                f"{path}: {error}.",
+                hint=f"{self.undo_path} says in words of tc what stood there",
+            ) from error
+
+    def write_snapshot(self, snapshot: DeviceSnapshot) -> None:
+        """Keep what stands on the device now."""
+        self._write("snapshot.json", snapshot.to_json())
+
+    @property
+    def undo_path(self) -> Path:
+        """The lines that `shapectl-panic-off` runs."""
+        return self.folder / "undo"
+
+    def write_undo(self, text: str) -> None:
+        """Replace the lines that undo the attach with a shell alone."""
+        self._write("undo", text)
+
+    def keep_undo(self) -> Path:
+        """Keep the lines beside the folder, for when that is removed. Returns their path."""
+        kept = self.folder.with_name(f"{self.folder.name}{KEPT_UNDO_SUFFIX}")
+        try:
+            self.undo_path.replace(kept)
+        except OSError as error:
+            raise FailedError(
+                "state-unwritable", f"Cannot keep {kept}: {error.strerror}."
+            ) from error
+        return kept
+
     def remove(self) -> None:
         """Remove the folder and all in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -180,7 +228,8 @@ class StateDir:
         temporary = self.folder / f".{name}.{os.getpid()}"
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with temporary.open("w", encoding="utf-8") as stream:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(descriptor, "w", encoding="utf-8") as stream:
                 stream.write(text)
             # no fsync: pins and state go together at a crash of the machine
             temporary.rename(self.folder / name)

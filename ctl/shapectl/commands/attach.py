@@ -98,6 +98,12 @@ from shapectl.session import ShapeCommand, complete_device, session_of
     help="Undo it after TIME (3s to 1h) unless `shapectl confirm` comes: for a device that "
     "carries your own session.",
 )
+@click.option(
+    "--takeover",
+    is_flag=True,
+    help="Replace a root qdisc of someone else's: a copy is kept, proven on a scratch device, and "
+    "put back on detach.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan and change nothing.")
 @click.pass_context
 def command(ctx: click.Context, /, dry_run: bool, **options: Any) -> None:
