@@ -33,6 +33,7 @@ _COMMANDS = {
     "confirm": "confirm",
     "detach": "detach",
     "status": "status",
+    "residue": "residue",
     "doctor": "doctor",
     "explain": "explain",
     "whitelist": "whitelist",

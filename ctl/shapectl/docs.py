@@ -36,6 +36,7 @@ _JSON_ANSWERS = (
     ("attach", "`AttachReport`"),
     ("attach --dry-run", "`AttachPlan`"),
     ("detach", "`DetachReport`"),
+    ("residue", "`ResidueReport`"),
     ("status", '`{"interfaces": [InterfaceStatus, …]}`'),
     ("doctor", "`DoctorReport`; `severity` is ok, info, warning or error"),
     ("explain", "`Explanation`"),
@@ -68,6 +69,8 @@ _JSON_TYPES: tuple[type, ...] = (
     reports.DetachReport,
     reports.InterfaceStatus,
     reports.ClassStatus,
+    reports.ResidueReport,
+    reports.ResidueItem,
     reports.DoctorReport,
     reports.Finding,
     reports.Explanation,
@@ -82,7 +85,7 @@ _JSON_TYPES: tuple[type, ...] = (
 
 _EXIT_CODES = (
     (0, "done"),
-    (1, "failed; `doctor`: an error was found"),
+    (1, "failed; `doctor`: an error was found; `residue`: something is left"),
     (2, "usage, input or policy is invalid; nothing was changed"),
     (3, "a privilege is missing"),
     (4, "the kernel, headers, compiler or a package lacks something needed"),
@@ -102,7 +105,13 @@ _FILES = (
         "/etc/shapectl/management",
         "names of management devices, one a line: attach wants --yes-management there",
     ),
-    ("/run/shapectl/", "the accepted policy, and the whitelist's owners, reasons and expiries"),
+    (
+        "/run/shapectl/",
+        (
+            "per interface the accepted policy, the whitelist's owners, reasons and expiries, what "
+            "stood there before, and in `undo` the lines that undo the attach"
+        ),
+    ),
     ("/sys/fs/bpf/shapectl/", "the pinned programs and maps of each attached interface"),
 )
 

@@ -18,14 +18,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from netlab import VethPair, ip
 
-from shapeagent.kernel import bpf, filters, link, qdisc
+from shapeagent.kernel import bpf, filters, link, maps, qdisc
 from shapeagent.kernel import rtnl as rtnl_module
 from shapeagent.kernel.netns import open_rtnl, run_in_netns
 from shapeagent.model.reports import AttachReport, AttachRequest, ClassStatus, InterfaceStatus
@@ -78,6 +78,7 @@ class HostState:
     routes6: tuple[str, ...]
     pins: tuple[str, ...]
     states: tuple[str, ...]
+    residue: tuple[str, ...]
 
 
 @dataclass
@@ -89,12 +90,14 @@ class Bench:
     device: str
     pair: VethPair
     program_ids: set[int] = field(default_factory=set)
+    map_ids: set[int] = field(default_factory=set)
 
     def attach(self, **options: Any) -> AttachReport:
         """Attach with a link of 100 Mbit/s unless told otherwise."""
         options.setdefault("link_rate_bits_per_s", 100 * MBIT)
         report = self.engine.attach(AttachRequest(device=self.device, **options))
         self.program_ids |= set(self.state()["program_ids"].values())
+        self.map_ids |= pinned_map_ids(self.pins)
         return report
 
     @property
@@ -130,7 +133,7 @@ class Bench:
         return self.status().reasons[direction]
 
     def host_state(self) -> HostState:
-        return host_state(self.netns, self.device, self.engine)
+        return host_state(self.netns, self.device, self.engine, self.program_ids, self.map_ids)
 
     def check_programs_gone(self) -> None:
         """Fail unless the kernel has freed every program that was attached here."""
@@ -167,8 +170,51 @@ def index_of(netns: str, device: str) -> int:
         return link.read_device(rtnl, device).index
 
 
-def host_state(netns: str, device: str, engine: Engine) -> HostState:
+def pinned_map_ids(pins: Path) -> set[int]:
+    """Return the ids of the maps in a pin folder."""
+    with contextlib.closing(maps.PinnedMaps(pins)) as opened:
+        return {bpf.map_id(opened[name]) for name in opened}
+
+
+def residue_of(
+    engine: Engine, program_ids: Collection[int] = (), map_ids: Collection[int] = ()
+) -> tuple[str, ...]:
+    """Return what `shapectl residue` lists, of programs and maps only these.
+
+    Other tests may run on this machine, and the kernel is one. Of maps also
+    those that no program holds, after a while in which the kernel may free them.
+    """
+    ours = {"program": program_ids, "map": map_ids}
+
+    def look() -> tuple[bool, tuple[str, ...]]:
+        report = engine.residue(wait_s=0)
+        found = [one for one in report.items if one.kind not in ours or one.id in ours[one.kind]]
+        texts = [f"{one.kind}: {one.what}" for one in found]
+        held = report.attached or any(one.kind in ("state", "pin", "filter") for one in found)
+        if not held:
+            known = {one.id for one in found if one.kind == "map"}
+            left = set(map_ids) & loaded(BPF_MAP_GET_NEXT_ID) - known
+            texts += [f"map: {one} without a program" for one in sorted(left)]
+        going = any(text.startswith(("program:", "map:")) for text in texts)
+        return not held and going, tuple(texts)
+
+    deadline_s = time.monotonic() + 5
+    while True:
+        freeing, found = look()
+        if not freeing or time.monotonic() > deadline_s:
+            return found
+        pause(0.01)
+
+
+def host_state(
+    netns: str,
+    device: str,
+    engine: Engine,
+    program_ids: Collection[int] = (),
+    map_ids: Collection[int] = (),
+) -> HostState:
     """Return everything of a device and an engine's folders that must not change for good."""
+    residue = residue_of(engine, program_ids, map_ids)
     with open_rtnl(netns) as rtnl:
         index = link.read_device(rtnl, device).index
         found = tuple(
@@ -182,6 +228,7 @@ def host_state(netns: str, device: str, engine: Engine) -> HostState:
             routes6=_routes6(netns),
             pins=_names(engine.bpffs_dir),
             states=tuple(name for name in _names(engine.run_dir) if name != "lock"),
+            residue=residue,
         )
 
 
@@ -195,14 +242,22 @@ def _names(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(os.listdir(folder))) if folder.exists() else ()
 
 
+BPF_PROG_GET_NEXT_ID, BPF_MAP_GET_NEXT_ID = 11, 12
+
+
 def loaded_programs() -> set[int]:
-    """Return the ids of all programs in the kernel (BPF_PROG_GET_NEXT_ID)."""
+    """Return the ids of all programs in the kernel."""
+    return loaded(BPF_PROG_GET_NEXT_ID)
+
+
+def loaded(command: int) -> set[int]:
+    """Return the ids of all programs or maps in the kernel, without opening them."""
     found: set[int] = set()
     last = 0
     while True:
         attr = bytearray(struct.pack("=III", last, 0, 0).ljust(128, b"\0"))
         try:
-            bpf.bpf_call(11, attr)
+            bpf.bpf_call(command, attr)
         except OSError:
             return found
         last = struct.unpack_from("=I", attr, 4)[0]

@@ -634,6 +634,19 @@ def query_tcx(ifindex: int, attach_type: int) -> tuple[int, ...]:
     return struct.unpack_from(f"={count}I", ids, 0)
 
 
+def next_program(number: int) -> int | None:
+    """Return the least id above `number` that a program has, None where there is none."""
+    attr = bytearray(16)
+    struct.pack_into("=I", attr, 0, number)
+    try:
+        bpf_call(_PROG_GET_NEXT_ID, attr)
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        _raise_named(error, "list the programs")
+    return int(struct.unpack_from("=I", attr, 4)[0])
+
+
 def map_by_id(number: int) -> int:
     """Return a descriptor of a map, such as an inner map whose id a look-up gave.
 
@@ -704,6 +717,7 @@ __all__ = [
     "map_id",
     "map_references",
     "map_shape",
+    "next_program",
     "pin",
     "program_by_id",
     "program_func_info",

@@ -229,6 +229,30 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
+class ResidueItem:
+    """One thing of ours that belongs to no attachment in force.
+
+    `kind` is pin, program, map, filter, qdisc, ifb, segment-limit, route,
+    state or undo.
+    """
+
+    kind: str
+    what: str
+    fix: str  # the command that removes it
+    device: str | None = None
+    netns: str | None = None
+    id: int | None = None  # of a program or map, also a filter's program
+
+
+@dataclass(frozen=True, slots=True)
+class ResidueReport:
+    """What is left of shapectl; `attached` counts the attachments that are in force."""
+
+    attached: int
+    items: tuple[ResidueItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DoctorReport:
     """What `doctor` found. `device` is null where it looked at the whole host."""
 

@@ -31,6 +31,7 @@ from shapeagent.model.reports import (
     ExplainRequest,
     Explanation,
     InterfaceStatus,
+    ResidueReport,
     WhitelistChange,
     WhitelistRow,
 )
@@ -45,6 +46,7 @@ from shapeagent.service import (
     detaching,
     explaining,
     planning,
+    residue,
     whitelisting,
 )
 from shapeagent.service.ceilings import Enforcement, ceiling_states, class_words, tree_of
@@ -220,6 +222,19 @@ class Engine:
                 attached.close()
 
     # --- looking
+
+    def residue(self, *, wait_s: float = 2.0) -> ResidueReport:
+        """Return anything of ours that is left: it belongs to no attachment in force.
+
+        Looks into the engine's namespace, or from the host's into every named
+        one too, at both folders, and at all programs and maps of the kernel.
+
+        Args:
+            wait_s: the kernel frees programs and maps some time after their
+                last user; so long they are waited for.
+        """
+        require_privileges()
+        return residue.find(self, wait_s)
 
     def status(self, device: str | None = None) -> tuple[InterfaceStatus, ...]:
         """Return the attached interfaces of the namespace, or one of them.
