@@ -83,7 +83,7 @@ fingerprint() {
 	{
 		printf '%s\n' "$root"
 		"$python" -V
-		cat pyproject.toml packaging/setup.sh
+		cat pyproject.toml packaging/setup.sh packaging/shapectl-panic-off
 	} | sha256sum
 }
 

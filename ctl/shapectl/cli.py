@@ -34,6 +34,7 @@ _COMMANDS = {
     "detach": "detach",
     "status": "status",
     "residue": "residue",
+    "panic-off": "panic_off",
     "doctor": "doctor",
     "explain": "explain",
     "whitelist": "whitelist",

@@ -109,7 +109,7 @@ _FILES = (
         "/run/shapectl/",
         (
             "per interface the accepted policy, the whitelist's owners, reasons and expiries, what "
-            "stood there before, and in `undo` the lines that undo the attach"
+            "stood there before, and in `undo` the lines that shapectl-panic-off runs"
         ),
     ),
     ("/sys/fs/bpf/shapectl/", "the pinned programs and maps of each attached interface"),

@@ -69,6 +69,8 @@ def test_wheel_installed_elsewhere_finds_the_kernel_program(tmp_path: Path) -> N
     }
     assert program <= names, f"got no {program - names} in the wheel"
     assert not {name for name in names if name.startswith("tests/")}
+    (script,) = (name for name in names if name.endswith(".data/scripts/shapectl-panic-off"))
+    assert zipfile.ZipFile(wheel).read(script).startswith(b"#!/bin/sh\n"), "got no shell script"
 
     site = tmp_path / "site"
     pip = [*run, "pip", "install", "--quiet", "--no-deps", "--no-index"]
