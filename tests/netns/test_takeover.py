@@ -379,6 +379,32 @@ def test_a_restore_that_fails_keeps_what_a_second_one_needs(
     check_same(one, shown, before)
 
 
+@pytest.mark.parametrize("name", ["state.json", "snapshot.json", "policy.toml"])
+def test_with_a_damaged_state_the_old_tree_is_still_kept_in_words(
+    bench: Callable[..., Bench], name: str
+) -> None:
+    """C44: detach takes away what it knows as ours, and the lines outlive the folder."""
+    one = bench()
+    build(HTB, one.netns, one.device)
+    shown = tc_says(one.netns, one.device)
+    one.attach(takeover=True)
+    (one.engine.run_dir / one.key / name).write_bytes(bytes(1887))
+    report = one.engine.detach(one.device)
+    kept = one.engine.run_dir / f"{one.key}.kept-undo"
+    assert any(str(kept) in note for note in report.notes), f"got {report.notes}, want {kept}"
+    left = one.host_state()
+    assert (left.filters, left.pins) == ((), ()), f"got {left}, want ours gone"
+    if left.tree.root is not None and left.tree.root.handle == 0x53480000:
+        tc("qdisc", "del", "dev", one.device, "root", netns=one.netns)
+    if left.tree.hook is not None:  # nobody knows any more who made it
+        tc("qdisc", "del", "dev", one.device, "clsact", netns=one.netns)
+    for line in kept.read_text().splitlines():
+        if " add dev " in line:
+            tc(*line.split()[3:], netns=one.netns)
+    assert tc_says(one.netns, one.device) == shown, "got another tree from the kept lines"
+    kept.unlink()
+
+
 def test_what_changes_between_plan_and_replacement_is_noticed(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

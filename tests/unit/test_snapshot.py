@@ -87,7 +87,7 @@ def test_htb_counters_are_no_configuration_and_its_version_is_asked_for_by_half(
 def test_sfq_counters_are_no_configuration() -> None:
     def root(dropped: int) -> TcObject:
         return parse_object(
-            message("sfq", bytes(44) + struct.pack("=6I", dropped, 0, 0, 0, 0, 0)), What.QDISC
+            message("sfq", bytes(48) + struct.pack("=6I", dropped, 0, 0, 0, 0, 0)), What.QDISC
         )
 
     assert root(9) == root(0)
@@ -219,6 +219,11 @@ def _codel(**values: int) -> bytes:
 def test_qdiscs_in_words_of_tc(one: TcObject, want: str) -> None:
     got = lines(one)
     assert got == (f"qdisc add dev d0 root handle 1: {want}",), f"got {got}"
+
+
+def test_netems_random_seed_needs_no_words() -> None:
+    options = struct.pack("=6I", 0, 1000, 0, 0, 0, 0) + attribute(14, bytes(range(1, 9)))
+    assert lines(qdisc("netem", options)) == ("qdisc add dev d0 root handle 1: netem limit 1000",)
 
 
 def test_classes_and_filters_in_words_of_tc() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shapeagent.kernel.netns import run_in_new_netns
-from shapeagent.kernel.rtnl import TC_H_ROOT, Rtnl, iterate_attributes, parse_attributes
+from shapeagent.kernel.rtnl import TC_H_ROOT, Rtnl, attribute, iterate_attributes, parse_attributes
 from shapeagent.kernel.snapshot import DeviceSnapshot, differences, make_scratch, take
 from shapeagent.kernel.tcobjects import (
     TCA_CHAIN,
@@ -36,6 +36,7 @@ from shapeagent.kernel.tcobjects import (
 
 _TICKS_PER_S = 15_625_000  # of 64 ns, see qdisc.py
 _NEAR_TICKS = 32
+_NETEM_SEED = 14  # since 6.6; a random one where none was asked for
 _U32_MAX = 0xFFFFFFFF
 _TC_WAIT_S = 10.0
 
@@ -128,11 +129,14 @@ def _with_near_bursts(found: DeviceSnapshot, wanted: DeviceSnapshot) -> DeviceSn
     """Return what was found, with the wanted bursts where they are 2 us apart at most.
 
     tc knows whole microseconds only; other programs than tc set finer bursts.
+    netem's random seed is nothing that anybody configured either.
     """
-    by_handle = {one.handle: one for one in wanted.objects if one.what is What.CLASS}
+    by_handle = {one.handle: one for one in wanted.objects if one.what is not What.FILTER}
     objects = []
     for one in found.objects:
         like = by_handle.get(one.handle)
+        if like and one.kind == like.kind == "netem" and _seedless(one) == _seedless(like):
+            one = like
         if one.what is What.CLASS and like and one.kind == like.kind == "htb":
             have, want = _attributes(one).get(1, b""), _attributes(like).get(1, b"")
             same = len(have) == len(want) == 44 and have[:24] + have[32:] == want[:24] + want[32:]
@@ -147,6 +151,12 @@ def _with_near_bursts(found: DeviceSnapshot, wanted: DeviceSnapshot) -> DeviceSn
                 one = like
         objects.append(one)
     return dataclasses.replace(found, objects=tuple(objects))
+
+
+def _seedless(one: TcObject) -> bytes:
+    options = one.options or b""
+    parts = iterate_attributes(options[24:])
+    return options[:24] + b"".join(attribute(*part) for part in parts if part[0] != _NETEM_SEED)
 
 
 def _line(one: TcObject, around: Surroundings) -> str:
@@ -350,7 +360,7 @@ def _netem_words(one: TcObject) -> list[str]:
     latency, limit, loss, gap, duplicate, _ = struct.unpack_from("=6I", options)
     for number, payload in iterate_attributes(options[24:]):
         # correlations, reorder, corruption, rate, loss model, slot: only where they are off
-        if number not in (10, 11, 12, 13) and any(payload):
+        if number not in (10, 11, 12, 13, _NETEM_SEED) and any(payload):
             raise NoLineError
         if number == 10:
             latency = -(-struct.unpack("=q", payload)[0] // 64)

@@ -49,7 +49,7 @@ _TCA_STATS_RATE_EST, _TCA_STATS_RATE_EST64 = 2, 5
 _TCA_HTB_INIT = 2
 _HTB_MAJOR_VERSION = 3
 _SFQ_STATS_BYTES = 24  # struct tc_sfqred_stats at the end of struct tc_sfq_qopt_v1
-_SFQ_V1_BYTES = 68
+_SFQ_V1_BYTES = 72
 # struct tc_netem_qopt: latency, limit, loss, gap, duplicate, jitter
 _NETEM = struct.Struct("=6I")
 _TCA_NETEM_JITTER64 = 11

@@ -44,6 +44,8 @@ def detach(
         store.write(dataclasses.replace(state, complete=False))
     if state is None:
         _drop_filters(rtnl, device, pins, steps, notes, dry_run=dry_run)
+        if not dry_run:
+            notes += _keep_way_back(store)
     else:
         _undo_device(engine, rtnl, store, state, steps, notes, dry_run=dry_run)
     steps.append(f"remove the pins in {pins} and the state in {store.folder}")
@@ -163,6 +165,8 @@ def _undo_device(
     policy = _stored_policy(engine, rtnl, state, notes)
     tree = tree_of(policy, state, Direction.EGRESS) if policy else None
     trouble: ShapeError | None = None
+    if tree is None and policy is None and not dry_run:
+        notes += _keep_way_back(store)
     if tree is not None:
         try:
             _restore_root(engine, rtnl, store, state, tree, steps, notes, dry_run=dry_run)
@@ -201,7 +205,13 @@ def _restore_root(
 
     Raises: FailedError restore-refused, restore-differs, or what the kernel said.
     """
-    before = store.read_snapshot()
+    try:
+        before = store.read_snapshot()
+    except FailedError as error:
+        before = None
+        notes.append(error.message)
+        if not dry_run:
+            notes += _keep_way_back(store)
     default = before is None or before.is_default
     what = "the kernel makes its default"
     if before is not None and not default:
@@ -213,10 +223,19 @@ def _restore_root(
     try:
         notes += put_root_back(rtnl, state.index, tree, before, pins)
     except ConflictError as error:
-        note = error.message
-        if not default:
-            note += f" What stood there before is kept in words of tc: {store.keep_undo()}"
-        notes.append(note)
+        notes.append(" ".join((error.message, *_keep_way_back(store))))
+
+
+def _keep_way_back(store: StateDir) -> tuple[str, ...]:
+    """Keep the lines that make a foreign tree again, where there are any; says where."""
+    try:
+        wanted = store.read_snapshot()
+        has_tree = wanted is not None and not wanted.is_default
+    except FailedError:
+        has_tree = True  # nobody knows
+    if not has_tree or not store.undo_path.exists():
+        return ()
+    return (f"What stood there before is kept in words of tc: {store.keep_undo()}",)
 
 
 def _delete_ifbs(rtnl: Rtnl, state: AttachState) -> None:
