@@ -164,6 +164,25 @@ def test_a_part_of_a_tree_is_told_from_another_tree() -> None:
     assert not snapshot.is_part_of(taken(), whole)
 
 
+def test_a_tree_is_made_from_the_top() -> None:
+    """Also where a nested qdisc or a child class has the lower handle."""
+    inner = qdisc("htb", handle=0x20000, parent=0x90005)
+    objects = [
+        qdisc("htb", handle=0x90000),
+        *(TcObject(What.CLASS, parent, handle, 0, "htb", b"")
+          for handle, parent in ((0x90007, _ROOT), (0x90006, 0x90007), (0x90005, 0x90006))),
+        inner,
+        TcObject(What.CLASS, _ROOT, 0x20001, 0, "htb", b""),
+        qdisc("pfifo", handle=0x10000, parent=0x20001),
+    ]  # fmt: skip
+    qdiscs = [one for one in objects if one.what is What.QDISC]
+    classes = [one for one in objects if one.what is What.CLASS]
+    got = snapshot.tree_order(qdiscs[::-1], classes[::-1])
+    assert got == objects, f"got {list(map(str, got))}"
+    stray = qdisc("pfifo", handle=0x30000, parent=0x70001)
+    assert snapshot.tree_order([*qdiscs, stray], classes) == [*objects, stray]
+
+
 def test_a_snapshot_survives_being_written() -> None:
     one = DeviceSnapshot(
         (qdisc("htb", b"\1\2"), u32(0x80000800, 1), TcObject(What.QDISC, 1, 2, 3, "mq", None)),

@@ -54,6 +54,7 @@ from shapeagent.model.types import GsoLimits
 
 _SCHEMA = 1
 _MAX_DETAILS = 8
+_ROOT_MAJOR = -1
 # Kinds whose classes have filters of their own beside those of the qdisc.
 _CLASSES_WITH_FILTERS = frozenset({"htb", "hfsc", "cbq", "atm"})
 
@@ -165,7 +166,7 @@ def take(rtnl: Rtnl, index: int, gso: GsoLimits) -> DeviceSnapshot:
     places = [one.handle for one in qdiscs]
     places += [one.handle for one in classes if one.kind in _CLASSES_WITH_FILTERS]
     filters = [one for place in places for one in _filters(rtnl, index, place)]
-    objects = (*_tree_order(qdiscs, classes), *_filter_order(filters))
+    objects = (*tree_order(qdiscs, classes), *_filter_order(filters))
     return DeviceSnapshot(objects, tuple(sorted(defaults)), hook, gso)
 
 
@@ -201,32 +202,35 @@ def _preference(one: TcObject) -> tuple[int, int, bytes, str]:
     return one.parent, one.info, one.extra, one.kind
 
 
-def _tree_order(qdiscs: Sequence[TcObject], classes: Sequence[TcObject]) -> list[TcObject]:
+def tree_order(qdiscs: Sequence[TcObject], classes: Sequence[TcObject]) -> list[TcObject]:
     """Return every qdisc behind the class that it stands under, every class behind its parent."""
+    below: dict[int, list[TcObject]] = {}  # by major of the qdisc above
+    for one in sorted(qdiscs, key=lambda each: (each.parent, each.handle)):
+        above = _ROOT_MAJOR if one.parent == TC_H_ROOT else one.parent >> 16
+        below.setdefault(above, []).append(one)
+    made: dict[int, list[TcObject]] = {}  # by major of their qdisc
+    for one in classes:
+        made.setdefault(one.handle >> 16, []).append(one)
     ordered: list[TcObject] = []
-    waiting = sorted(qdiscs, key=lambda one: (one.parent != TC_H_ROOT, one.parent, one.handle))
-    known = {TC_H_ROOT, 0}
+    waiting = below.pop(_ROOT_MAJOR, [])
     while waiting:
-        ready = [one for one in waiting if one.parent == TC_H_ROOT or one.parent >> 16 in known]
-        if not ready:
-            return [*ordered, *waiting]  # the judge will refuse what stands nowhere
-        one = ready[0]
-        waiting.remove(one)
-        known.add(one.handle >> 16)
-        ordered.append(one)
-        ordered += _class_order([each for each in classes if each.handle >> 16 == one.handle >> 16])
-    return ordered
+        one = waiting.pop(0)
+        ordered += [one, *_class_order(made.pop(one.handle >> 16, []))]
+        waiting += below.pop(one.handle >> 16, [])
+    # what hangs from nothing that was dumped stays in, and the rebuild refuses it
+    return [*ordered, *(one for rest in (below, made) for group in rest.values() for one in group)]
 
 
 def _class_order(classes: Sequence[TcObject]) -> list[TcObject]:
     ordered: list[TcObject] = []
     waiting = sorted(classes, key=lambda one: one.handle)
-    below = {one.handle for one in waiting}
     while waiting:
-        ready = [one for one in waiting if one.parent not in below] or waiting[:1]
-        ordered += ready
-        waiting = [one for one in waiting if one not in ready]
-        below = {one.handle for one in waiting}
+        handles = {one.handle for one in waiting}
+        later = [one for one in waiting if one.parent in handles]
+        if len(later) == len(waiting):
+            return [*ordered, *waiting]  # a ring, which no kernel makes
+        ordered += [one for one in waiting if one.parent not in handles]
+        waiting = later
     return ordered
 
 
@@ -286,8 +290,9 @@ def differences(found: DeviceSnapshot, wanted: DeviceSnapshot) -> tuple[str, ...
     want = [_comparable(one) for one in wanted.objects]
     if have == want:
         return ()
-    texts = [f"{one} is not there, or not as it was" for one in want if one not in have]
-    texts += [f"{one} was not there, or not so" for one in have if one not in want]
+    had, wants = set(have), set(want)
+    texts = [f"{one} is not there, or not as it was" for one in want if one not in had]
+    texts += [f"{one} was not there, or not so" for one in have if one not in wants]
     if not texts:
         texts.append("the filters stand in another order")
     if len(texts) > _MAX_DETAILS:

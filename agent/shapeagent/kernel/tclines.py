@@ -9,6 +9,7 @@ put back.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import struct
@@ -38,7 +39,7 @@ _TICKS_PER_S = 15_625_000  # of 64 ns, see qdisc.py
 _NEAR_TICKS = 32
 _NETEM_SEED = 14  # since 6.6; a random one where none was asked for
 _U32_MAX = 0xFFFFFFFF
-_TC_WAIT_S = 10.0
+_TC_WAIT_S = 30.0
 
 _RATESPEC = struct.Struct("=BBHhHI")  # as in qdisc.py
 _SIZESPEC = struct.Struct("=BBhiIIII")  # as in tcobjects.py
@@ -107,13 +108,15 @@ def try_lines(wanted: DeviceSnapshot, *, queues: int) -> tuple[str, ...]:
             names = {each: f"target{each}" for each in targets} | {1: "lo"}
             around = Surroundings("scratch", None, names, str)
             lines, missing = tree_lines(tried, around)
-            for line in lines:
-                try:
-                    subprocess.run(
-                        line.split(), capture_output=True, timeout=_TC_WAIT_S, check=False
-                    )
-                except subprocess.TimeoutExpired:
-                    break
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(
+                    ["tc", "-force", "-batch", "-"],  # goes on behind a line that fails
+                    input="".join(line.removeprefix("tc ") + "\n" for line in lines),
+                    text=True,
+                    capture_output=True,
+                    timeout=_TC_WAIT_S,
+                    check=False,
+                )
             found = differences(_with_near_bursts(take(rtnl, index, tried.gso), tried), tried)
         return tuple(dict.fromkeys((*(f"{one} has no line of tc" for one in missing), *found)))
 
