@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from enginekit import BULK, MBIT, SIGNAL_UDP, Bench, UdpSink, UdpSource, wait_until
 from killkit import Killer, each_step
+from netlab import tc
 
 pytestmark = [
     pytest.mark.netns,
@@ -24,7 +25,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "htb": {"profile": "htb"},
     "police": {"profile": "police"},
     "ifb": {"profile": "htb", "ingress": "ifb"},
+    "takeover": {"profile": "htb", "takeover": True},
 }
+FOREIGN = (
+    ("qdisc", "add", "dev", "{}", "root", "handle", "5:", "htb", "default", "1"),
+    ("class", "add", "dev", "{}", "parent", "5:", "classid", "5:1", "htb", "rate", "1gbit"),
+    ("qdisc", "add", "dev", "{}", "parent", "5:1", "handle", "6:", "pfifo", "limit", "100"),
+)
 
 
 @pytest.fixture
@@ -75,6 +82,8 @@ def test_a_kill_at_any_step_is_undone_or_finished_by_the_next_command(
     one: Bench, killer: Killer, way: str, operation: str, next_command: str
 ) -> None:
     options = {"link_rate_bits_per_s": RATE, **WAYS[way]}
+    for line in FOREIGN if way == "takeover" else ():
+        tc(*(word.format(one.device) for word in line), netns=one.netns)
     before = one.host_state()
     outcomes = {"as before": 0, "attached": 0}
 

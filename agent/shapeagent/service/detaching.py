@@ -44,7 +44,8 @@ def detach(
         store.write(dataclasses.replace(state, complete=False))
     if state is None:
         _drop_filters(rtnl, device, pins, steps, notes, dry_run=dry_run)
-        if not dry_run:
+        # without pins the attach died before its state: the device was never changed
+        if not dry_run and pins.exists():
             notes += _keep_way_back(store)
     else:
         _undo_device(engine, rtnl, store, state, steps, notes, dry_run=dry_run)
