@@ -308,7 +308,7 @@ def shapectl(
         env=env or environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     return Ran(done.returncode, done.stdout, done.stderr)

@@ -47,7 +47,7 @@ def drive(cache: Path, *arguments: str, gone_in: str = "", **env: str) -> Ran:
         env=environment(**env),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     return Ran(done.returncode, done.stdout, done.stderr)

@@ -498,7 +498,7 @@ engine.attach(AttachRequest(device=sys.argv[2], link_rate_bits_per_s=100_000_000
             env=environment(),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         assert done.returncode == -signal.SIGKILL, f"got {done.returncode}: {done.stderr}"

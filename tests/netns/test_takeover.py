@@ -266,7 +266,7 @@ def die_in(one: Bench, verb: str, where: str, count: int) -> bool:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode in (0, -signal.SIGKILL), f"got {done.returncode}: {done.stderr}"
@@ -321,7 +321,7 @@ def test_a_kill_between_attach_and_detach_changes_nothing(bench: Callable[..., B
             stderr=subprocess.PIPE,
             text=True,
         ) as process:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=300)
             assert process.returncode == 0, f"got {process.returncode}: {err} {out}"
     finally:
         ran = shapectl("--netns", one.netns, "detach", one.device)
@@ -447,7 +447,7 @@ def panic_off(one: Bench, tmp_path: Path, *words: str) -> subprocess.CompletedPr
     return subprocess.run(
         ["env", "-i", f"PATH={tools}", "/bin/sh", str(SCRIPT), "--state",
          str(one.engine.run_dir), *words],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
