@@ -246,6 +246,10 @@ def test_an_mq_root_of_the_kernel_comes_back(
             stack.enter_context(tun_device(netns, "q0", flags=IFF_TAP | IFF_MULTI_QUEUE))
         engine = stack.enter_context(engine_for(netns, tmp_path))
         one = Bench(engine, netns, "q0", VethPair(netns, netns, device="q0"))
+        # The first of the four queues came alone, and the kernel gave those that were to come
+        # pfifo_fast (mq_init): let it make its default for all four.
+        tc("qdisc", "add", "dev", "q0", "root", "pfifo", netns=netns)
+        tc("qdisc", "del", "dev", "q0", "root", netns=netns)
         before = one.host_state()
         leaves = sum(node.kind == "fq_codel" or "fifo" in node.kind for node in before.tree.nodes)
         assert before.tree.root_kind == "mq", f"got root {before.tree.root_kind!r}, want mq"

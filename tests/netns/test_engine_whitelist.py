@@ -184,8 +184,9 @@ def test_replacing_the_list_loses_no_packet_its_class(bench: Callable[..., Bench
     # ICMP errors about the closed port would be in signal, out of the peer: not counted here
     with UdpSource(one.netns, target, packets_per_s=10_000, size=32) as source:
         wait_until(lambda: source.sent > 500, "probes")
+        least = source.sent
         before = one.packets()
-        begin = source.sent
+        most = source.sent
         replaced = 0
         begin_s = time.monotonic()
         # a slow machine takes longer for the least that says something
@@ -195,13 +196,13 @@ def test_replacing_the_list_loses_no_packet_its_class(bench: Callable[..., Bench
             one.engine.whitelist_replace(one.device, wanted)
             replaced += 1
         source.end()
-        sent = source.sent - begin
+        sent = range(source.sent - most, source.sent - least + 1)
     after = one.packets()
     probes = after["stream"] - before["stream"]
     strays = after.get("normal", 0) - before.get("normal", 0)
-    print(f"{replaced} replacements under {sent} probes")
+    print(f"{replaced} replacements under {probes} probes")
     assert strays == 0, f"got {strays} probes that lost their class over {replaced}, want none"
-    assert abs(probes - sent) <= 50, f"got {probes} in stream, want all {sent}"
+    assert probes in sent, f"got {probes} in stream, want all, one of {sent}"
 
 
 def test_bpftool_can_fill_the_manual_map(bench: Callable[..., Bench]) -> None:

@@ -90,10 +90,12 @@ def tc_says(netns: str, device: str) -> dict[str, Any]:
     qdiscs = _shown("qdisc", netns, device)
     found = {"qdisc": qdiscs, "class": _shown("class", netns, device)}
     classes = re.findall(r"class \S+ (\S+)", str(found["class"]))
-    for place in sorted(
-        {str(one["handle"]) for one in qdiscs if one["handle"] != "0:"} | {*classes}
-    ):
-        if place != "ffff:":
+    if isinstance(qdiscs, str):
+        handles = set(re.findall(r"qdisc \S+ (\S+)", qdiscs))
+    else:
+        handles = {str(one["handle"]) for one in qdiscs}
+    for place in sorted(handles | {*classes}):
+        if place not in ("0:", "ffff:"):
             found[f"filter {place}"] = _shown("filter", netns, device, "parent", place)
     return found
 
