@@ -18,7 +18,6 @@ from enginekit import Bench, environment, wait_until
 
 from shapeagent.kernel import guardian
 from shapeagent.kernel.cgroup import find_cgroup_mount
-from shapeagent.kernel.processes import process_start_ticks
 from shapeagent.model.errors import ConflictError, InputError, ShapeError, UnsupportedError
 from shapeagent.service.confirming import read_pending
 from shapeagent.service.state import StateDir
@@ -159,11 +158,16 @@ def test_a_session_killed_in_the_middle_of_attach_is_undone_too(
 def test_confirmed_it_stays(one: Bench) -> None:
     report = one.attach(confirm_s=3.0)
     assert report.unconfirmed_s is not None, f"got {report}"
-    assert report.undone_by.startswith("process "), f"got {report.undone_by}"
-    assert len(waits(one)) == 1, f"got {waits(one)}, want one"
+    pending = read_pending(store_of(one))
+    assert pending is not None
+    how = (
+        "systemd timer " if pending.guardian.unit else "process "
+    )  # the VM of vagrant/ has systemd
+    assert report.undone_by.startswith(how), f"got {report.undone_by}"
+    assert guardian.is_waiting(pending.guardian), f"got {pending} not waiting"
     left = one.engine.confirm(one.device)
     assert 0 < left <= 3.0, f"got {left} s left"
-    wait_until(lambda: not waits(one), "the process's end")
+    assert not guardian.is_waiting(pending.guardian), f"got {pending} still waiting"
     assert one.status().unconfirmed_s is None
     with pytest.raises(ConflictError) as caught:
         one.engine.confirm(one.device)
@@ -228,4 +232,4 @@ def test_a_damaged_note_is_no_confirmation_and_hides_nothing(one: Bench) -> None
         assert one.status().unconfirmed_s is None, f"got a countdown from {text!r}"
     one.engine.detach(one.device)
     guardian.stop_guardian(pending.guardian)
-    assert process_start_ticks(pending.guardian.pid) is None, "got it still there"
+    assert not guardian.is_waiting(pending.guardian), "got it still there"

@@ -144,6 +144,7 @@ def test_nothing_urgent_is_lost_with_the_shaper(
     assert row["lost"] == 0, f"got {row['lost']} of {row['sent']} lost, want 0"
 
 
+@pytest.mark.rates
 def test_bulk_fills_its_ceiling_and_keeps_what_it_had(
     demo: tuple[dict[str, Any], Path],
 ) -> None:

@@ -88,6 +88,7 @@ def test_doctor_changes_nothing(bench: Callable[..., Bench]) -> None:
     wait_until(lambda: not doctor_programs(), "the programs of doctor to be freed")
 
 
+@pytest.mark.rates
 def test_doctor_takes_half_a_second(bench: Callable[..., Bench]) -> None:
     """The best of five; a machine that starts Python slower than usual gets as much more."""
     one = bench()

@@ -84,6 +84,7 @@ def test_from_dry_run_to_status(typed: tuple[Bench, Callable[..., Ran]], tmp_pat
     assert "100,000 entries" in text, f"got {text}, want the whitelist counted"
 
 
+@pytest.mark.rates
 def test_a_lease_ends_while_nothing_of_ours_runs(
     typed: tuple[Bench, Callable[..., Ran]],
 ) -> None:

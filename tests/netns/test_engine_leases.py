@@ -135,6 +135,7 @@ def test_tcp_goes_on_at_the_safe_ceiling(bench: Callable[..., Bench], tmp_path: 
     assert got >= 0.05 * 40 * MBIT, f"got {got / MBIT:.1f} Mbit/s, want it to go on"
 
 
+@pytest.mark.rates
 def test_a_safe_ceiling_above_the_live_one_moves_flows_once_and_back_once(
     bench: Callable[..., Bench], tmp_path: Path
 ) -> None:

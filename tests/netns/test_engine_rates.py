@@ -31,6 +31,7 @@ from shapeagent.kernel.netns import open_rtnl
 
 pytestmark = [
     pytest.mark.netns,
+    pytest.mark.rates,
     pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root"),
 ]
 
