@@ -23,7 +23,7 @@ def tc(*arguments: str, netns: str | None = None) -> str:
 
 
 def _output(command: tuple[str, ...]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         raise AssertionError(f"{' '.join(command)}: exit {done.returncode}: {done.stderr.strip()}")
     return done.stdout
