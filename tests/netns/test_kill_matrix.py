@@ -117,7 +117,7 @@ def test_a_kill_at_any_step_is_undone_or_finished_by_the_next_command(
     assert steps >= 10, f"got {steps} steps, want them found"
     # Where a root qdisc or clsact comes or goes, the kernel takes the device's queue away for up
     # to a few milliseconds (net/sched/sch_api.c, qdisc_graft: dev_deactivate), and what is sent
-    # then is lost: some of 200 datagrams a second, at most one each time.
-    most = steps
+    # then is lost, of 200 datagrams a second. A kill and what follows it do that up to four times.
+    most = 4 * steps
     assert lost_signal <= most, f"got {lost_signal} datagrams of signal lost, want at most {most}"
     assert lost_bulk <= most, f"got {lost_bulk} datagrams of bulk lost, want at most {most}"
