@@ -203,6 +203,7 @@ def test_a_foreign_filter_in_our_slot_is_refused(bench: Callable[..., Bench]) ->
     one.attach()
     ours = next(f for f in one.host_state().filters if f.direction is Direction.EGRESS)
     one.engine.detach(one.device)
+    wait_until(lambda: one.host_state().residue == (), "programs and maps to be freed")
     tc("qdisc", "add", "dev", one.device, "clsact", netns=one.netns)
     descriptor = load_program()
     try:

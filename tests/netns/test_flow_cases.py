@@ -107,7 +107,8 @@ def test_no_byte_pattern_promotes_bulk(bench: Callable[..., Bench]) -> None:
         talk(ends, *payloads[:300])
         got = grown(one, before)
     assert got["bulk"] >= 300, f"got {got}, want all in bulk"
-    assert got["signal"] == got["stream"] == 0, f"got {got}, want none promoted"
+    assert got["stream"] == 0, f"got {got}, want none promoted"
+    assert got["signal"] <= 2, f"got {got}, want no more than what ARP and ND send meanwhile"
     with (
         contextlib.closing(open_socket(pair.peer_netns)) as sink,
         contextlib.closing(open_socket(pair.netns)) as source,
