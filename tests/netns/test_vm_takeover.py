@@ -105,7 +105,7 @@ def panic_off_and_back(one: Bench) -> None:
         ["sh", str(SCRIPT), "--state", str(one.engine.run_dir)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, f"got {done} from {lines}"

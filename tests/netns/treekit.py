@@ -107,4 +107,6 @@ def _shown(what: str, netns: str, device: str, *more: str) -> Any:
         rows = json.loads(text or "[]")
     except ValueError:
         return "\n".join(sorted(text.splitlines()))
+    if what == "class":  # of these the classes are the flows that happen to be there
+        rows = [row for row in rows if row["class"] not in ("cake", "fq_codel", "sfq")]
     return sorted(rows, key=str) if what == "qdisc" else rows
