@@ -65,8 +65,8 @@ BURST_NS = 50_000
 MAX_QUANTUM_BYTES = 60_000  # well under 200,000, where HTB would warn (C58)
 HTB_DEFAULT_MAX_BITS_PER_S = 25_000_000_000  # HTB's root is one lock
 HTB_DEFAULT_MAX_QUEUES = 8
-# `make bench`, signal p99 where a frame takes 123 us: htb 251 us, prio 160; where it takes 72
-# (1 Gbit/s, 9,000 bytes) 137 and 115; where it takes 41 it is 105 and 114.
+# `make bench`, signal p99 where a frame takes 123 us: htb 255 us, prio 159; where it takes 72
+# (1 Gbit/s, 9,000 bytes) 140 and 89; where it takes 41 it is 109 and 111.
 PRIO_BETTER_FRAME_NS = 60_000
 TBF_SPLIT_BELOW_FRAMES = 11  # above it, small packets cost less than splitting large ones
 TBF_MAX_BITS_PER_S = ((1 << 32) - 1) * 8  # its rate is a u32 of bytes per second (C52)

@@ -94,7 +94,7 @@ def list_command(ctx: click.Context) -> None:
     "duration_s",
     type=duration,
     metavar="TIME",
-    help="What counts of each cell (1s to 10m); else 8s.",
+    help="What counts of each cell (1s to 10m); else 6s.",
 )
 @click.option(
     "--output", default=_RESULTS, show_default=True, metavar="FILE", help="Where the rows go."
