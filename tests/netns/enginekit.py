@@ -193,7 +193,7 @@ def residue_of(
         held = report.attached or any(one.kind in ("state", "pin", "filter") for one in found)
         if not held:
             known = {one.id for one in found if one.kind == "map"}
-            left = set(map_ids) & loaded(BPF_MAP_GET_NEXT_ID) - known
+            left = set(map_ids) & loaded_maps() - known
             texts += [f"map: {one} without a program" for one in sorted(left)]
         going = any(text.startswith(("program:", "map:")) for text in texts)
         return not held and going, tuple(texts)
@@ -242,26 +242,23 @@ def _names(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(os.listdir(folder))) if folder.exists() else ()
 
 
-BPF_PROG_GET_NEXT_ID, BPF_MAP_GET_NEXT_ID = 11, 12
-
-
 def loaded_programs() -> set[int]:
     """Return the ids of all programs in the kernel."""
-    return loaded(BPF_PROG_GET_NEXT_ID)
+    return _all_ids(bpf.next_program)
 
 
-def loaded(command: int) -> set[int]:
-    """Return the ids of all programs or maps in the kernel, without opening them."""
+def loaded_maps() -> set[int]:
+    """Return the ids of all maps in the kernel, without opening them."""
+    return _all_ids(bpf.next_map)
+
+
+def _all_ids(after: Callable[[int], int | None]) -> set[int]:
     found: set[int] = set()
-    last = 0
-    while True:
-        attr = bytearray(struct.pack("=III", last, 0, 0).ljust(128, b"\0"))
-        try:
-            bpf.bpf_call(command, attr)
-        except OSError:
-            return found
-        last = struct.unpack_from("=I", attr, 4)[0]
-        found.add(last)
+    number = after(0)
+    while number is not None:
+        found.add(number)
+        number = after(number)
+    return found
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ every n is a gap between two steps, and none is missed.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -90,8 +91,6 @@ class Killer:
 
     def run(self, operation: str, steps: int, **options: Any) -> bool:
         """Return whether the operation was killed before its `steps`-th step; False: it ended."""
-        import json
-
         order = {
             "netns": self._one.netns, "device": self._one.device,
             "operation": operation, "steps": steps, "options": options,

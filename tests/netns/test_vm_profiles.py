@@ -42,6 +42,7 @@ from netlab import ip, load_program, tc
 from shapeagent.kernel import qdisc
 from shapeagent.kernel.netns import open_rtnl
 from shapeagent.kernel.probe import read_kernel_facts
+from shapeagent.lab.bench.roles import SO_TIMESTAMPNS
 from shapeagent.lab.topology import routed_path
 from shapeagent.model.errors import ConflictError, InputError
 from shapeagent.model.reports import AttachRequest, ExplainRequest
@@ -51,7 +52,6 @@ from shapectl.labattach import LabAttach
 
 pytestmark = [pytest.mark.vm, pytest.mark.netns]
 
-SO_TIMESTAMPNS = 35  # asm-generic/socket.h; the socket module has no name for it
 LINK = 5 * MBIT  # two frames of burst outlast what an emulated CPU is late by
 WIRE_BYTES = 1400 + UDP4_HEADERS_BYTES + WIRE_EXTRA_BYTES
 BANDS = {"signal": 1, "stream": 2, "normal": 3, "bulk": 4}

@@ -33,6 +33,7 @@ _OBJ_PIN = 6
 _OBJ_GET = 7
 _PROG_TEST_RUN = 10
 _PROG_GET_NEXT_ID = 11
+_MAP_GET_NEXT_ID = 12
 _PROG_GET_FD_BY_ID = 13
 _MAP_GET_FD_BY_ID = 14
 _OBJ_GET_INFO = 15
@@ -636,14 +637,23 @@ def query_tcx(ifindex: int, attach_type: int) -> tuple[int, ...]:
 
 def next_program(number: int) -> int | None:
     """Return the least id above `number` that a program has, None where there is none."""
+    return _next_id(_PROG_GET_NEXT_ID, number, "list the programs")
+
+
+def next_map(number: int) -> int | None:
+    """Return the least id above `number` that a map has, None where there is none."""
+    return _next_id(_MAP_GET_NEXT_ID, number, "list the maps")
+
+
+def _next_id(command: int, number: int, doing: str) -> int | None:
     attr = bytearray(16)
     struct.pack_into("=I", attr, 0, number)
     try:
-        bpf_call(_PROG_GET_NEXT_ID, attr)
+        bpf_call(command, attr)
     except OSError as error:
         if error.errno == errno.ENOENT:
             return None
-        _raise_named(error, "list the programs")
+        _raise_named(error, doing)
     return int(struct.unpack_from("=I", attr, 4)[0])
 
 
@@ -717,6 +727,7 @@ __all__ = [
     "map_id",
     "map_references",
     "map_shape",
+    "next_map",
     "next_program",
     "pin",
     "program_by_id",

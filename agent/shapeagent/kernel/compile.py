@@ -69,6 +69,11 @@ def read_source(folder: Path | None = None) -> tuple[str, str]:
     return text, source_digest(text, {})
 
 
+def image_path(digest: str, cache_dir: Path = CACHE_DIR) -> Path:
+    """Return where the image of a source is cached, whether or not it is there."""
+    return cache_dir / f"{digest}.json"
+
+
 def find_image(*, cache_dir: Path = CACHE_DIR, folder: Path | None = None) -> tuple[Image, bool]:
     """Return the image of our source and whether it had to be compiled.
 
@@ -80,11 +85,12 @@ def find_image(*, cache_dir: Path = CACHE_DIR, folder: Path | None = None) -> tu
             verifier refuses the result.
     """
     text, digest = read_source(folder)
-    cached = _read_cache(cache_dir / f"{digest}.json", digest)
+    path = image_path(digest, cache_dir)
+    cached = _read_cache(path, digest)
     if cached is not None:
         return cached, False
     image, raw = compile_image(text, digest)
-    _write_cache(cache_dir / f"{digest}.json", raw)
+    _write_cache(path, raw)
     return image, True
 
 

@@ -52,6 +52,7 @@ PREF = 0x5348  # "SH"
 HANDLE = 0x5348
 REDIRECT_PREF = PREF + 1  # behind the classifier
 REDIRECT_NAME = "shp_to_ifb"
+PROGRAM_PREFIX = "shp_"  # of all our programs
 PROTOCOL = 0x0003  # ETH_P_ALL
 
 _PARENT = {Direction.EGRESS: TC_H_MIN_EGRESS, Direction.INGRESS: TC_H_MIN_INGRESS}

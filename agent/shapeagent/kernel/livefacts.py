@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from shapeagent.kernel import bpf, ethtool, filters, link, nftables
 from shapeagent.kernel.netns import run_in_new_netns
-from shapeagent.kernel.probe import probe_quietly
+from shapeagent.kernel.probe import LOOPBACK_INDEX, probe_quietly
 from shapeagent.kernel.qdisc import TreeNode
 from shapeagent.kernel.rtnl import RTM_GETQDISC, TC_H_CLSACT, TC_H_ROOT, Rtnl, build_tc, parse_tc
 from shapeagent.model.errors import ShapeError
@@ -31,10 +31,8 @@ QDISC_MODULES = {
 }
 _IN_KERNEL = (ModuleState.BUILTIN, ModuleState.LOADED)
 _PROBE_NAME = "shp_doctor"
-_LOOPBACK_INDEX = 1
 # r0 = -1 (TC_ACT_UNSPEC); exit
 _PASS = struct.pack("=BBhi", 0xB7, 0, 0, -1) + struct.pack("=BBhi", 0x95, 0, 0, 0)
-_OUR_PREFIX = "shp_"
 
 
 def probe_kernel(
@@ -116,7 +114,7 @@ def answer_for(
     ours = [
         one
         for one in found
-        if (one.in_our_slot or one.in_redirect_slot) and one.name.startswith(_OUR_PREFIX)
+        if (one.in_our_slot or one.in_redirect_slot) and one.name.startswith(filters.PROGRAM_PREFIX)
     ]
     return DeviceAnswers(
         kind=facts.kind,
@@ -164,8 +162,8 @@ def _allowed(function: Callable[[], _T]) -> _T | None:
 def _can_attach(program_fd: int) -> bool:
     with Rtnl() as rtnl:
         try:
-            filters.ensure_clsact(rtnl, _LOOPBACK_INDEX)
-            filters.add_filter(rtnl, _LOOPBACK_INDEX, Direction.EGRESS, program_fd, _PROBE_NAME)
+            filters.ensure_clsact(rtnl, LOOPBACK_INDEX)
+            filters.add_filter(rtnl, LOOPBACK_INDEX, Direction.EGRESS, program_fd, _PROBE_NAME)
         except ShapeError:
             return False
     return True

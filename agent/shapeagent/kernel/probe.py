@@ -39,7 +39,7 @@ from shapeagent.model.types import KernelFacts
 BPFFS_DIR = Path("/sys/fs/bpf")
 
 _CLOCK_MONOTONIC_COARSE = 6  # its resolution is TICK_NSEC (kernel/time/posix-timers.c)
-_LOOPBACK_INDEX = 1  # of lo in every network namespace
+LOOPBACK_INDEX = 1  # of lo in every network namespace
 _CAP_NET_ADMIN = 12
 _CAP_SYS_ADMIN = 21
 _CAP_PERFMON = 38
@@ -113,7 +113,7 @@ def probe_quietly(kinds: Collection[str]) -> frozenset[str]:
 
     def probe() -> frozenset[str]:
         with Rtnl() as rtnl:
-            return frozenset(kind for kind in kinds if _can_add_kind(rtnl, _LOOPBACK_INDEX, kind))
+            return frozenset(kind for kind in kinds if _can_add_kind(rtnl, LOOPBACK_INDEX, kind))
 
     return run_in_new_netns(probe)
 

@@ -70,9 +70,9 @@ class Surroundings:
     program_path: Callable[[int], str]  # of a program's pin
 
 
-def tc_prefix(netns: str | None) -> str:
-    """Return "tc", or with the words that make it work in a named namespace."""
-    return f"tc -n {netns}" if netns else "tc"
+def tool_words(tool: str, netns: str | None) -> str:
+    """Return "tc" or "ip", with the words that make it work in a named namespace."""
+    return f"{tool} -n {netns}" if netns else tool
 
 
 def tree_lines(
@@ -163,7 +163,7 @@ def _seedless(one: TcObject) -> bytes:
 
 
 def _line(one: TcObject, around: Surroundings) -> str:
-    words = [tc_prefix(around.netns), str(one.what), "add", "dev", around.device]
+    words = [tool_words("tc", around.netns), str(one.what), "add", "dev", around.device]
     root = one.parent == TC_H_ROOT
     # the parent of a topmost class is its qdisc, which the dump calls the root
     above = one.handle & 0xFFFF0000 if root and one.what is What.CLASS else one.parent

@@ -89,19 +89,14 @@ def attach(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> AttachReport:
     engine.progress("compiling the classifier")
     image, compiled = find_image()
     undo = _Undo()
-    pending = None
     try:
-        if request.confirm_s is not None:
-            undo.add(store.remove, only_if_clean=True)
-            pending = confirming.arm(engine, store, wanted.device.name, request.confirm_s)
-            # where the undo fails, what waits tries again
-            undo.add(partial(stop_guardian, pending.guardian), only_if_clean=True)
         state = _build(engine, rtnl, store, wanted, image, undo)
     except BaseException as error:
         left = undo.run()
         if not isinstance(error, ShapeError):
             raise
         raise _attach_error(rtnl, wanted.device, error, left) from error
+    pending = confirming.read_pending(store)
     return AttachReport(
         plan=wanted.report,
         changed=True,
@@ -179,6 +174,11 @@ def _build(
     state = _initial_state(engine, wanted, image)
     pins = engine.bpffs_dir / store.folder.name
     undo.add(store.remove, only_if_clean=True)
+    confirm_s = wanted.request.confirm_s
+    if confirm_s is not None:
+        pending = confirming.arm(engine, store, state.device, confirm_s)
+        # where the undo fails, what waits tries again
+        undo.add(partial(stop_guardian, pending.guardian), only_if_clean=True)
     store.write_policy(wanted.policy.text)
     store.write_snapshot(wanted.before)
     store.write_undo(undo_text(rtnl, store, state, wanted.before, wanted.egress_tree, pins))

@@ -7,10 +7,9 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from shapeagent.kernel import hostfacts, link, livefacts
-from shapeagent.kernel.compile import CACHE_DIR, read_source
+from shapeagent.kernel.compile import image_path, read_source
 from shapeagent.kernel.netns import read_netns_cookie, run_in_netns
 from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.model.errors import ShapeError
@@ -166,6 +165,6 @@ def _is_cached() -> bool:
     """Return whether the classifier of this source is compiled already."""
     try:
         _, digest = read_source()
-        return Path(CACHE_DIR, f"{digest}.json").is_file()
+        return image_path(digest).is_file()
     except (ShapeError, OSError):
         return False

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from shapeagent.kernel import bpf, filters, link, routes, snapshot
 from shapeagent.kernel import netns as namespaces
 from shapeagent.kernel.rtnl import TC_H_ROOT, Rtnl
+from shapeagent.kernel.tclines import tool_words
 from shapeagent.kernel.tcobjects import What
 from shapeagent.model.errors import FailedError, ShapeError
 from shapeagent.model.reports import ResidueItem, ResidueReport
@@ -24,7 +25,6 @@ from shapeagent.service.state import KEPT_UNDO_SUFFIX, AttachState, StateDir
 if TYPE_CHECKING:
     from shapeagent.service.engine import Engine
 
-_PROGRAM_PREFIX = "shp_"
 _CLOCK = "shp_clock"  # of whoever reads jiffies right now
 _POLL_S = 0.02
 
@@ -160,8 +160,8 @@ def _limits(store: StateDir, places: dict[int, tuple[str | None, Rtnl]]) -> Iter
         yield ResidueItem(
             "segment-limit",
             f"gso_max_size and gso_max_segs of {device} are not as they were",
-            f"{_ip(netns)} link set dev {device} gso_max_size {wanted.gso.max_size_bytes} "
-            f"gso_max_segs {wanted.gso.max_segments}",
+            f"{tool_words('ip', netns)} link set dev {device} "
+            f"gso_max_size {wanted.gso.max_size_bytes} gso_max_segs {wanted.gso.max_segments}",
             device,
             netns,
         )
@@ -188,7 +188,7 @@ def _programs(known: _Known) -> tuple[list[ResidueItem], bool]:
         facts = _facts(number)
         if facts is not None and number in living:
             living_maps |= set(facts.map_ids)
-        elif facts is not None and facts.name.startswith(_PROGRAM_PREFIX) and facts.name != _CLOCK:
+        elif facts is not None and _is_ours(facts.name):
             loose = loose or number not in held
             other_maps |= dict.fromkeys(facts.map_ids, f"program {number} {facts.name}")
             items.append(
@@ -212,6 +212,10 @@ def _programs(known: _Known) -> tuple[list[ResidueItem], bool]:
         if number not in living_maps
     ]
     return items, loose
+
+
+def _is_ours(program: str) -> bool:
+    return program.startswith(filters.PROGRAM_PREFIX) and program != _CLOCK
 
 
 def _facts(number: int) -> bpf.ProgramFacts | None:
@@ -240,7 +244,7 @@ def _in_namespace(
             yield ResidueItem(
                 "ifb",
                 f"device {device.name}: {device.alias}",
-                f"{_ip(netns)} link delete dev {device.name}",
+                f"{tool_words('ip', netns)} link delete dev {device.name}",
                 device.name,
                 netns,
             )
@@ -251,7 +255,7 @@ def _in_namespace(
 
 
 def _on_device(name: str, index: int, netns: str | None, rtnl: Rtnl) -> Iterator[ResidueItem]:
-    tc = f"tc -n {netns}" if netns else "tc"
+    tc = tool_words("tc", netns)
     for direction in Direction:
         for one in filters.list_filters(rtnl, index, direction):
             if one.in_our_slot or one.in_redirect_slot:
@@ -274,14 +278,10 @@ def _on_device(name: str, index: int, netns: str | None, rtnl: Rtnl) -> Iterator
         yield ResidueItem(
             "route",
             f"IPv6 host route {route.address} on {name}",
-            f"{_ip(netns)} -6 route flush dev {name} proto {routes.ROUTE_PROTOCOL}",
+            f"{tool_words('ip', netns)} -6 route flush dev {name} proto {routes.ROUTE_PROTOCOL}",
             name,
             netns,
         )
 
 
 _NO_LIMITS = GsoLimits(0, 0, None)
-
-
-def _ip(netns: str | None) -> str:
-    return f"ip -n {netns}" if netns else "ip"

@@ -7,7 +7,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from shapeagent.kernel import bpf, link, qdisc, snapshot, tclines
+from shapeagent.kernel import bpf, filters, link, qdisc, snapshot, tclines
 from shapeagent.kernel.routes import ROUTE_PROTOCOL
 from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.kernel.snapshot import DeviceSnapshot
@@ -132,15 +132,14 @@ def undo_text(
     root that is not ours is left alone (its handle must agree).
     """
     netns = state.netns
-    tc = tclines.tc_prefix(netns)
-    ip = f"ip -n {netns}" if netns else "ip"
+    tc, ip = tclines.tool_words("tc", netns), tclines.tool_words("ip", netns)
     device = state.device
     lines = [f"{UNDO_HEADER} {device} {netns or '-'}"]
-    slot = "protocol all pref {} handle 0x5348 bpf"
+    slot = f"protocol all pref {{}} handle {filters.HANDLE:#x} bpf"
     if state.ingress == "ifb" and not state.shadow:
-        lines.append(f"{tc} filter del dev {device} ingress {slot.format(21321)}")
+        lines.append(f"{tc} filter del dev {device} ingress {slot.format(filters.REDIRECT_PREF)}")
     lines += [
-        f"{tc} filter del dev {device} {direction.value} {slot.format(21320)}"
+        f"{tc} filter del dev {device} {direction.value} {slot.format(filters.PREF)}"
         for direction in Direction
     ]
     if state.ingress == "ifb" and not state.shadow:

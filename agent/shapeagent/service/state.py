@@ -16,14 +16,16 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shapeagent.kernel.snapshot import DeviceSnapshot
 from shapeagent.model.errors import ConflictError, FailedError, PrivilegeError
 from shapeagent.model.types import DeviceFacts, GsoLimits, KernelFacts
+
+_T = TypeVar("_T")
 
 SCHEMA = 1
 RUN_DIR = Path("/run/shapectl")
@@ -131,17 +133,11 @@ class StateDir:
         Raises:
             FailedError: "state-damaged".
         """
-        path = self.folder / "state.json"
-        try:
-            return AttachState.from_json(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise FailedError(
-                "state-damaged",
-                f"{path}: {error}.",
-                hint="shapectl detach removes what the kernel still holds",
-            ) from error
+        return self._parsed(
+            "state.json",
+            AttachState.from_json,
+            "shapectl detach removes what the kernel still holds",
+        )
 
     def write(self, state: AttachState) -> None:
         """Replace the state as a whole."""
@@ -184,17 +180,11 @@ class StateDir:
         Raises:
             FailedError: "state-damaged".
         """
-        path = self.folder / "snapshot.json"
-        try:
-            return DeviceSnapshot.from_json(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise FailedError(
-                "state-damaged",
-                f"{path}: {error}.",
-                hint=f"{self.undo_path} says in words of tc what stood there",
-            ) from error
+        return self._parsed(
+            "snapshot.json",
+            DeviceSnapshot.from_json,
+            f"{self.undo_path} says in words of tc what stood there",
+        )
 
     def write_snapshot(self, snapshot: DeviceSnapshot) -> None:
         """Keep what stands on the device now."""
@@ -223,6 +213,16 @@ class StateDir:
     def remove(self) -> None:
         """Remove the folder and all in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _parsed(self, name: str, parse: Callable[[str], _T], hint: str) -> _T | None:
+        """Return what a file says, None where there is none. Raises FailedError state-damaged."""
+        path = self.folder / name
+        try:
+            return parse(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise FailedError("state-damaged", f"{path}: {error}.", hint=hint) from error
 
     def _write(self, name: str, text: str) -> None:
         temporary = self.folder / f".{name}.{os.getpid()}"

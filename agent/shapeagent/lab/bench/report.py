@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shapeagent.lab.bench.catalog import IDLE, SCENARIOS
+from shapeagent.lab.bench.catalog import FAST_LINKS_BITS_PER_S, IDLE, SCENARIOS
 from shapeagent.lab.bench.cell import FULL_SHARE, IDLE_SHARE
 from shapeagent.lab.bench.queues import EGRESS, INGRESS
 from shapeagent.lab.wire import ETHERNET_HEADER_BYTES, WIRE_OVERHEAD_BYTES
@@ -19,7 +19,7 @@ OURS_PREFIX = "shapectl-"
 HEADLINE_SCENARIO = "signal-under-bulk"
 HEADLINE_MTU = 1500
 # From here on rows of any MTU stand beside the articles': jumbo frames alone fill such a wire.
-FAST_BITS_PER_S = 1_000_000_000
+FAST_BITS_PER_S = min(FAST_LINKS_BITS_PER_S)
 HTB_NETEM_PREFIX = "htb+netem"
 UNSHAPED = ("pfifo_fast", "none")
 NO_QUEUE = ("shapectl-police", "shapectl-ingress-police")

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shapeagent.kernel.compile import CACHE_DIR, find_image
+from shapeagent.kernel.compile import find_image, image_path
 from shapeagent.kernel.processes import process_start_ticks
 from shapeagent.kernel.signals import InterruptGuard
 from shapeagent.lab.bench.catalog import IDLE, Cell
 from shapeagent.lab.bench.guest import Guest, build_initrd
-from shapeagent.lab.vm import KernelImage, VmLostError, find_kernel
-from shapeagent.model.errors import FailedError, ShapeError
+from shapeagent.lab.vm import KernelImage, find_kernel
+from shapeagent.model.errors import FailedError
 
 MACHINES = 2
 # Seconds of one CPU of a 2-core EPYC machine: to boot, for a cell's processes, for a second of
@@ -106,14 +106,14 @@ def run_virtual(
             words += ["--keep-samples", "/share/samples"]
             guest = stack.enter_context(Guest(kernel, initrd, where, f"exec {shlex.join(words)}\n"))
             running.append(_Machine(guest, where, share))
-        lost: list[ShapeError] = []
+        lost: list[FailedError] = []
         while any(machine.alive for machine in running):
             time.sleep(POLL_S)
             for machine in running:
                 try:
                     for row in machine.poll(samples_dir):
                         on_row(row)
-                except (FailedError, VmLostError) as error:
+                except FailedError as error:
                     lost.append(error)
                     progress(f"a machine was lost ({error.reference}); the others go on")
         if lost:
@@ -190,7 +190,7 @@ def _packed(
     with InterruptGuard(), tempfile.TemporaryDirectory(prefix=prefix) as name:
         images = Path(name) / "images"
         images.mkdir()
-        shutil.copy(CACHE_DIR / f"{image.digest}.json", images)
+        shutil.copy(image_path(image.digest), images)
         initrd = Path(name) / "initrd"
         build_initrd(initrd, kernel, tree, images=images, programs=programs)
         yield kernel, initrd
