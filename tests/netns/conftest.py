@@ -21,6 +21,9 @@ import pytest
 from enginekit import Bench, engine_for, receive_in_order
 from netlab import VethPair, ip
 
+from shapeagent.kernel import tcx
+from shapeagent.model.types import Hook
+
 
 @pytest.fixture
 def netns_factory() -> Iterator[Callable[[], str]]:
@@ -110,7 +113,24 @@ def _remove_netns(name: str) -> list[str]:
 
 
 @pytest.fixture
-def bench(veth_pair: Callable[..., VethPair], tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+def hook_kind() -> str | None:
+    """How `bench` attaches: None leaves it to attach; the marker `hooks` gives others."""
+    return None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test once for each hook that its marker `hooks` names and the kernel has."""
+    marker = metafunc.definition.get_closest_marker("hooks")
+    if marker is not None and "hook_kind" in metafunc.fixturenames:
+        has_tcx = tcx.is_supported()
+        kinds = [one for one in marker.args if one != Hook.TCX.value or has_tcx]
+        metafunc.parametrize("hook_kind", kinds)
+
+
+@pytest.fixture
+def bench(
+    veth_pair: Callable[..., VethPair], tmp_path: Path, hook_kind: str | None
+) -> Iterator[Callable[..., Bench]]:
     """Give a function that makes a veth pair and an engine for its device.
 
     Its arguments are those of `veth_pair`.
@@ -122,6 +142,8 @@ def bench(veth_pair: Callable[..., VethPair], tmp_path: Path) -> Iterator[Callab
             receive_in_order(pair.netns, pair.device)
             receive_in_order(pair.peer_netns, pair.peer_device)
             engine = stack.enter_context(engine_for(pair.netns, tmp_path))
-            return Bench(engine=engine, netns=pair.netns, device=pair.device, pair=pair)
+            return Bench(
+                engine=engine, netns=pair.netns, device=pair.device, pair=pair, hook=hook_kind
+            )
 
         yield create

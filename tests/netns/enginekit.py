@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from netlab import VethPair, ip
 
-from shapeagent.kernel import bpf, filters, link, maps, qdisc
+from shapeagent.kernel import bpf, filters, link, maps, qdisc, tcx
 from shapeagent.kernel import rtnl as rtnl_module
 from shapeagent.kernel.netns import open_rtnl, run_in_netns
 from shapeagent.model.reports import AttachReport, AttachRequest, ClassStatus, InterfaceStatus
@@ -73,12 +73,19 @@ class HostState:
 
     tree: qdisc.TreeSnapshot
     filters: tuple[filters.FilterInfo, ...]
+    tcx: tuple[str, ...]  # "egress 51 shp_egress"
     gso: object
     links: tuple[str, ...]
     routes6: tuple[str, ...]
     pins: tuple[str, ...]
     states: tuple[str, ...]
     residue: tuple[str, ...]
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """What stands on the hooks and is ours: filters and links."""
+        names = [str(one) for one in self.filters if one.in_our_slot or one.in_redirect_slot]
+        return (*names, *(one for one in self.tcx if " shp_" in one))
 
 
 @dataclass
@@ -89,12 +96,14 @@ class Bench:
     netns: str
     device: str
     pair: VethPair
+    hook: str | None = None
     program_ids: set[int] = field(default_factory=set)
     map_ids: set[int] = field(default_factory=set)
 
     def attach(self, **options: Any) -> AttachReport:
         """Attach with a link of 100 Mbit/s unless told otherwise."""
         options.setdefault("link_rate_bits_per_s", 100 * MBIT)
+        options.setdefault("hook", self.hook)
         report = self.engine.attach(AttachRequest(device=self.device, **options))
         self.program_ids |= set(self.state()["program_ids"].values())
         self.map_ids |= pinned_map_ids(self.pins)
@@ -223,6 +232,11 @@ def host_state(
         return HostState(
             tree=qdisc.dump_tree(rtnl, index),
             filters=found,
+            tcx=tuple(
+                f"{direction.value} {bpf.program_text(number)}"
+                for direction in Direction
+                for number in tcx.list_programs(netns, index, direction)
+            ),
             gso=link.read_gso(rtnl, index),
             links=tuple(sorted(one.name for one in link.list_devices(rtnl))),
             routes6=_routes6(netns),

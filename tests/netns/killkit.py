@@ -28,7 +28,8 @@ from shapeagent.service.engine import Engine
 import shapeagent.service.attaching, shapeagent.service.detaching
 
 folders = tuple(sys.argv[1:3])
-COMMANDS = {0, 5, 6}  # BPF_MAP_CREATE, BPF_PROG_LOAD, BPF_OBJ_PIN
+# BPF_MAP_CREATE, BPF_PROG_LOAD, BPF_OBJ_PIN, BPF_LINK_CREATE, _UPDATE, _DETACH
+COMMANDS = {0, 5, 6, 28, 29, 34}
 WRITES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 left = -1
 done = 0

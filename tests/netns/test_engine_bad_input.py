@@ -30,11 +30,11 @@ from shapeagent.service import attaching
 compiler.find_image.__kwdefaults__["cache_dir"] = Path(sys.argv[1])
 if sys.argv[2]:
     import subprocess
-    real = attaching.filters.ensure_clsact
+    real = attaching.link.read_traffic
     def step(*args):
         subprocess.run(["ip", "-n", sys.argv[2], "link", "delete", "d0"], check=True)
         return real(*args)
-    attaching.filters.ensure_clsact = step
+    attaching.link.read_traffic = step
 sys.argv[1:] = sys.argv[3:]
 from shapectl.cli import main
 sys.exit(main())

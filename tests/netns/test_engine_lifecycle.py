@@ -38,7 +38,7 @@ from enginekit import (
 )
 from netlab import VethPair, ip, load_program, tc
 
-from shapeagent.kernel import filters, link, maps, qdisc, routes
+from shapeagent.kernel import filters, link, maps, qdisc, routes, tcx
 from shapeagent.kernel.netns import open_rtnl, run_in_netns
 from shapeagent.model.errors import ConflictError, InputError, ShapeError
 from shapeagent.model.reports import AttachRequest, ExplainRequest
@@ -54,6 +54,7 @@ pytestmark = [
 IFF_TUN, IFF_TAP, IFF_MULTI_QUEUE, IFF_NO_PI = 0x1, 0x2, 0x100, 0x1000
 
 
+@pytest.mark.hooks("tcx", "clsact")
 @pytest.mark.parametrize(
     ("profile", "ingress", "queues", "mtu"),
     [
@@ -76,7 +77,7 @@ def test_detach_puts_back_what_was_there(
     problems = one.status().problems
     assert not problems, f"got {problems} right after attach, want no problem"
     want = 3 if ingress == "ifb" else 2  # one per direction, and one that redirects
-    assert len(during.filters) == want, f"got {during.filters}, want {want}"
+    assert len(during.ours) == want, f"got {during.ours}, want {want}"
     assert (during.tree.nodes != before.tree.nodes) == (profile == "htb"), (
         f"got {during.tree.root_kind} under {profile}"
     )
@@ -108,6 +109,7 @@ def test_traffic_passes_through_every_shape(bench: Callable[..., Bench]) -> None
         assert back.get("signal", 0) >= 20, f"got {back} in, want 20 of signal"
 
 
+@pytest.mark.hooks("tcx", "clsact")
 def test_attaching_twice_leaves_one_filter_per_direction(bench: Callable[..., Bench]) -> None:
     """C31."""
     one = bench()
@@ -116,9 +118,9 @@ def test_attaching_twice_leaves_one_filter_per_direction(bench: Callable[..., Be
     second = one.attach()
     assert first.changed, "got unchanged at the first attach, want changed"
     assert not second.changed, "got changed at the second attach, want unchanged"
-    found = one.host_state().filters
-    assert len(found) == 2, f"got {found}, want one filter per direction"
-    assert {f.program_id for f in found} == set(ids.values()), f"got {found}, want programs {ids}"
+    found = one.host_state().ours
+    assert len(found) == 2, f"got {found}, want one program per direction"
+    assert one.status().programs == ids, f"got {one.status().programs}, want {ids}"
 
 
 def test_a_detach_of_nothing_is_no_error(bench: Callable[..., Bench]) -> None:
@@ -134,6 +136,7 @@ def test_a_detach_of_nothing_is_no_error(bench: Callable[..., Bench]) -> None:
     assert ran.code == 0, f"got exit {ran.code}: {ran.err}, want 0"
 
 
+@pytest.mark.hooks("tcx", "clsact")
 def test_a_foreign_clsact_and_its_filter_stay(bench: Callable[..., Bench]) -> None:
     """C26."""
     one = bench()
@@ -144,11 +147,14 @@ def test_a_foreign_clsact_and_its_filter_stay(bench: Callable[..., Bench]) -> No
     before = one.host_state()
     assert len(before.filters) == 1, f"got {before.filters}, want the foreign filter"
     one.attach()
-    assert len(one.host_state().filters) == 3, f"got {one.host_state().filters}, want three"
+    during = one.host_state()
+    assert len(during.ours) == 2, f"got {during.ours}, want ours beside theirs"
+    assert set(before.filters) <= set(during.filters), f"got {during.filters}, want theirs too"
     one.engine.detach(one.device)
     assert one.host_state() == before, f"got {one.host_state()}, want {before}"
 
 
+@pytest.mark.hooks("clsact")
 def test_a_clsact_of_ours_that_others_use_by_now_stays(bench: Callable[..., Bench]) -> None:
     """C26, C30: ours goes by preference and handle; what came later stays, and detach says so."""
     one = bench()
@@ -179,10 +185,25 @@ def test_a_foreign_ingress_qdisc_is_refused(bench: Callable[..., Bench]) -> None
     one = bench()
     tc("qdisc", "add", "dev", one.device, "ingress", netns=one.netns)
     before = one.host_state()
-    ran = shapectl("--netns", one.netns, "attach", one.device, "--link-rate", "100mbit")
+    words = ("--link-rate", "100mbit", "--hook", "clsact")
+    ran = shapectl("--netns", one.netns, "attach", one.device, *words)
     assert ran.code == 5, f"got exit {ran.code}: {ran.err}, want 5"
     assert "ingress-qdisc-foreign" in ran.err, f"got {ran.err}"
     assert one.host_state() == before, "got a changed host, want nothing done"
+
+
+@pytest.mark.hooks("tcx")
+def test_a_tcx_link_stands_beside_an_ingress_qdisc(bench: Callable[..., Bench]) -> None:
+    """C28: where clsact is not needed, the older qdisc is in nobody's way."""
+    one = bench()
+    tc("qdisc", "add", "dev", one.device, "ingress", netns=one.netns)
+    before = one.host_state()
+    one.attach()
+    during = one.host_state()
+    assert during.tree.hook == before.tree.hook, f"got {during.tree.hook}, want theirs untouched"
+    assert len(during.ours) == 2, f"got {during.ours}, want our two links"
+    one.engine.detach(one.device)
+    assert one.host_state() == before, f"got {one.host_state()}, want {before}"
 
 
 def test_a_foreign_root_qdisc_is_refused(bench: Callable[..., Bench]) -> None:
@@ -198,6 +219,7 @@ def test_a_foreign_root_qdisc_is_refused(bench: Callable[..., Bench]) -> None:
     assert one.host_state() == before, f"got {one.host_state()}, want {before}"
 
 
+@pytest.mark.hooks("clsact")
 def test_a_foreign_filter_in_our_slot_is_refused(bench: Callable[..., Bench]) -> None:
     one = bench()
     one.attach()
@@ -275,6 +297,7 @@ def test_an_mq_root_that_someone_made_is_refused(bench: Callable[..., Bench]) ->
 # --- others change things meanwhile
 
 
+@pytest.mark.hooks("clsact")
 def test_a_clsact_that_someone_deletes_is_noticed(bench: Callable[..., Bench]) -> None:
     one = bench()
     before = one.host_state()
@@ -290,6 +313,7 @@ def test_a_clsact_that_someone_deletes_is_noticed(bench: Callable[..., Bench]) -
     assert one.host_state() == before, f"got {one.host_state()}, want {before}"
 
 
+@pytest.mark.hooks("tcx", "clsact")
 def test_a_root_qdisc_that_someone_replaced_stays(bench: Callable[..., Bench]) -> None:
     one = bench()
     one.attach()
@@ -299,9 +323,10 @@ def test_a_root_qdisc_that_someone_replaced_stays(bench: Callable[..., Bench]) -
     left = one.host_state()
     assert left.tree.root_kind == "pfifo", f"got root {left.tree.root_kind!r}, want theirs"
     assert any("pfifo" in note for note in report.notes), f"got {report.notes}, want it said"
-    assert left.filters == (), f"got {left.filters}, want ours gone"
+    assert left.ours == (), f"got {left.ours}, want ours gone"
 
 
+@pytest.mark.hooks("clsact")
 def test_a_foreign_program_in_our_slot_stays(bench: Callable[..., Bench]) -> None:
     one = bench()
     one.attach()
@@ -319,6 +344,7 @@ def test_a_foreign_program_in_our_slot_stays(bench: Callable[..., Bench]) -> Non
     assert any("slot" in note for note in report.notes), f"got {report.notes}, want it said"
 
 
+@pytest.mark.hooks("tcx", "clsact")
 def test_detach_after_changes_and_expired_leases_puts_everything_back(
     bench: Callable[..., Bench],
 ) -> None:
@@ -340,12 +366,15 @@ def test_detach_after_changes_and_expired_leases_puts_everything_back(
     ("profile", "has_clsact", "allowed"),
     [("police", True, 0), ("police", False, 20), ("htb", True, 30), ("htb", False, 40)],
 )
+@pytest.mark.hooks("tcx", "clsact")
 def test_cycles_of_attach_and_detach_lose_little(
-    bench: Callable[..., Bench], profile: str, has_clsact: bool, allowed: int
+    bench: Callable[..., Bench], profile: str, has_clsact: bool, allowed: int, hook_kind: str
 ) -> None:
     """C40: the kernel stops a device's queues for a moment (about 0.2 ms measured) whenever a
     root qdisc or clsact comes or goes; where neither does, nothing is lost.
     """
+    if (profile, hook_kind) == ("police", "tcx"):
+        allowed = 0
     one = bench()
     if has_clsact:
         tc("qdisc", "add", "dev", one.device, "clsact", netns=one.netns)
@@ -391,7 +420,8 @@ STEPS = (
     ("set_up", link),
     ("write_classes", attaching),
     ("ensure_clsact", filters),
-    ("add_filter", filters),
+    ("add_redirect", filters),
+    ("add_link", tcx),
     ("reroute_ipv4", routes),
     ("plan_ipv6_routes", routes),
     ("read_back", qdisc),
@@ -422,6 +452,8 @@ def test_an_interface_that_goes_away_during_attach_leaves_nothing(
     module: object,
 ) -> None:
     """C34: before each step, and before each call of a step that is done several times."""
+    if name == "add_link" and not tcx.is_supported():
+        pytest.skip(f"kernel {os.uname().release} has no tcx")
     real = getattr(module, name)
     for call in (1, 2, 3):
         pair = veth_pair()
@@ -437,6 +469,7 @@ def test_an_interface_that_goes_away_during_attach_leaves_nothing(
                         ingress="ifb",
                         link_rate_bits_per_s=100 * MBIT,
                         reroute_ipv6=True,
+                        hook="clsact" if name == "add_filter" else None,
                     )
                 )
             except BaseException as caught:
@@ -494,7 +527,7 @@ engine.attach(AttachRequest(device=sys.argv[2], link_rate_bits_per_s=100_000_000
 """
     one = bench()
     before = one.host_state()
-    for where in ("making the maps", "building the", "adding the filters", "read back"):
+    for where in ("making the maps", "building the", "attaching the programs", "read back"):
         done = subprocess.run(
             [
                 *(sys.executable, "-c", program, one.netns, one.device),
@@ -688,6 +721,7 @@ def test_two_devices_are_apart(veth_pair: Callable[..., VethPair], tmp_path: Pat
         assert two_engine.status() == ()
 
 
+@pytest.mark.hooks("tcx", "clsact")
 def test_descriptors_and_threads_do_not_pile_up(bench: Callable[..., Bench]) -> None:
     """C48: 200 status and 20 attach/detach cycles."""
     one = bench()
@@ -706,7 +740,7 @@ def test_descriptors_and_threads_do_not_pile_up(bench: Callable[..., Bench]) -> 
         one.attach()
     assert abs(count() - before) <= 2, f"got {count()} descriptors, want {before}"
     assert threading.active_count() == threads, "got threads left behind"
-    assert len(one.host_state().filters) == 2, f"got {one.host_state().filters}"
+    assert len(one.host_state().ours) == 2, f"got {one.host_state().ours}"
 
 
 def test_a_second_writer_is_told_who_holds_the_lock(bench: Callable[..., Bench]) -> None:

@@ -63,7 +63,7 @@ def test_a_signal_in_the_middle_of_an_attach_leaves_nothing(
     before = one.host_state()
 
     def shoot(step: str) -> None:
-        if "filters" in step:
+        if "programs" in step:
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)  # a second one must not cut the undo short
 

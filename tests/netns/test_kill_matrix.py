@@ -13,6 +13,8 @@ from enginekit import BULK, MBIT, SIGNAL_UDP, Bench, UdpSink, UdpSource, wait_un
 from killkit import Killer, each_step
 from netlab import tc
 
+from shapeagent.kernel import tcx
+
 pytestmark = [
     pytest.mark.netns,
     pytest.mark.slow,
@@ -24,6 +26,7 @@ RATE = 100 * MBIT
 WAYS: dict[str, dict[str, Any]] = {
     "htb": {"profile": "htb"},
     "police": {"profile": "police"},
+    "police, clsact": {"profile": "police", "hook": "clsact"},
     "ifb": {"profile": "htb", "ingress": "ifb"},
     "takeover": {"profile": "htb", "takeover": True},
 }
@@ -116,6 +119,8 @@ def test_a_kill_at_any_step_is_undone_or_finished_by_the_next_command(
         f"lost {lost_signal} signal, {lost_bulk} bulk"
     )
     assert steps >= 10, f"got {steps} steps, want them found"
+    if way == "police" and tcx.is_supported():
+        assert (lost_signal, lost_bulk) == (0, 0), "want nothing lost where no qdisc is touched"
     # Where a root qdisc or clsact comes or goes, the kernel takes the device's queue away for up
     # to a few milliseconds (net/sched/sch_api.c, qdisc_graft: dev_deactivate), and what is sent
     # then is lost, of 200 datagrams a second. A kill and what follows it do that up to four times.

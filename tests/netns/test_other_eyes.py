@@ -44,6 +44,7 @@ def test_c52_c60_pyroute2_reads_the_rates_that_the_plan_gives(
     assert root_bits_per_s >= 0.98 * link_rate_bits_per_s, f"got {root_bits_per_s} bit/s"
 
 
+@pytest.mark.hooks("clsact")
 def test_pyroute2_finds_one_filter_of_ours_per_direction(bench: Callable[..., Bench]) -> None:
     one = bench()
     one.attach(profile="police")

@@ -143,6 +143,7 @@ def test_each_kind_of_leftover_is_listed(
     assert found == (), f"got {found}, want nothing"
 
 
+@pytest.mark.hooks("clsact")
 def test_a_lowered_segment_limit_is_listed_with_the_way_back(bench: Callable[..., Bench]) -> None:
     """All else was removed by hand, and the attach is marked as one that did not end."""
     one = bench()

@@ -18,13 +18,14 @@ from enginekit import BULK, MBIT, Bench, environment, send_datagrams, shapectl
 from netlab import ip, load_program, tc
 from treekit import HTB, MANY_QUEUES, NESTED_HTB, ONE_QUEUE, TBF, build, tc_says
 
-from shapeagent.kernel import filters, snapshot, tcobjects
+from shapeagent.kernel import snapshot, tcobjects
 from shapeagent.kernel.link import read_gso
 from shapeagent.kernel.netns import open_rtnl
 from shapeagent.kernel.rtnl import attribute_text, attribute_u32, build_tc, nested
 from shapeagent.model.errors import ConflictError, FailedError
 from shapeagent.model.reports import AttachRequest
 from shapeagent.service import restoring
+from shapeagent.service.hook import Place
 
 pytestmark = [
     pytest.mark.netns,
@@ -204,9 +205,9 @@ def test_an_attach_that_fails_puts_the_tree_back(
     shown, before = tc_says(one.netns, one.device), one.host_state()
 
     def fail(*_: object, **__: object) -> None:
-        raise FailedError("for-the-test", "no filter today")
+        raise FailedError("for-the-test", "no program today")
 
-    monkeypatch.setattr(filters, "add_filter", fail)
+    monkeypatch.setattr(Place, "add", fail)
     with pytest.raises(FailedError) as caught:
         one.engine.attach(AttachRequest(one.device, link_rate_bits_per_s=100 * MBIT, takeover=True))
     assert caught.value.reference == "for-the-test", f"got {caught.value}"
@@ -216,8 +217,9 @@ def test_an_attach_that_fails_puts_the_tree_back(
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from shapeagent.kernel import filters, qdisc, snapshot
+from shapeagent.kernel import qdisc, snapshot
 from shapeagent.service.engine import Engine
+from shapeagent.service.hook import Place
 from shapeagent.model.reports import AttachRequest
 netns, device, run_dir, bpffs, verb, where, count = sys.argv[1:]
 left = [int(count)]
@@ -230,7 +232,7 @@ def dying(function):
     return wrapped
 engine = Engine(netns=netns, run_dir=Path(run_dir), bpffs_dir=Path(bpffs))
 module, name = where.split(".")
-real = getattr({"snapshot": snapshot, "qdisc": qdisc, "filters": filters}[module], name)
+real = getattr({"snapshot": snapshot, "qdisc": qdisc, "Place": Place}[module], name)
 if verb == "attach":
     request = AttachRequest(device, link_rate_bits_per_s=100_000_000, takeover=True)
     engine.plan_attach(request)  # the program is in the cache, the tree proven
@@ -245,8 +247,8 @@ if where == "qdisc.apply_tree":
     qdisc._tree_messages = counted
 elif where == "snapshot.build_request":
     snapshot.build_request = dying(real)
-elif where == "filters.add_filter":
-    filters.add_filter = dying(real)
+elif where == "Place.add":
+    Place.add = dying(real)
 elif where == "qdisc.delete_root":
     qdisc.delete_root = dying(real)
 if verb == "attach":
@@ -276,7 +278,7 @@ def die_in(one: Bench, verb: str, where: str, count: int) -> bool:
 @pytest.mark.parametrize(
     ("where", "count"),
     [("qdisc.apply_tree", 0), ("qdisc.apply_tree", 1), ("qdisc.apply_tree", 7),
-     ("filters.add_filter", 0), ("filters.add_filter", 1)],
+     ("Place.add", 0), ("Place.add", 1)],
 )  # fmt: skip
 def test_after_a_kill_in_attach_detach_puts_the_tree_back(
     bench: Callable[..., Bench], where: str, count: int
@@ -473,6 +475,7 @@ def test_a_shell_alone_puts_everything_back(
     assert again.returncode == 0, f"got {again}, want nothing to do"
 
 
+@pytest.mark.hooks("tcx", "clsact")
 def test_a_shell_alone_puts_a_default_root_back(
     bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
@@ -485,6 +488,7 @@ def test_a_shell_alone_puts_a_default_root_back(
         assert one.host_state() == before, f"got {one.host_state()}, want {before}"
 
 
+@pytest.mark.hooks("clsact")
 def test_a_shell_alone_leaves_the_root_of_others(
     bench: Callable[..., Bench], tmp_path: Path
 ) -> None:

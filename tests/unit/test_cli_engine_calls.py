@@ -41,6 +41,7 @@ _PLAN = AttachPlan(
     profile="htb",
     profile_reason="the kernel has no prio",
     ingress="count",
+    hook="tcx",
     link_rate_bits_per_s=100_000_000,
     link_rate_source="--link-rate",
     segment_limit_bytes=3028,
@@ -74,9 +75,10 @@ _EXPLANATION = Explanation(
 
 def _interface(device: str) -> InterfaceStatus:
     return InterfaceStatus(
-        device=device, index=2, netns=None, profile="htb", ingress="count", shadow=False,
-        link_rate_bits_per_s=100_000_000, segment_limit_bytes=0, policy_source="built-in",
-        policy_digest="ab" * 32, attached_unix_s=1893456000.0, programs={"shp_egress": 7},
+        device=device, index=2, netns=None, profile="htb", ingress="count", hook="tcx",
+        shadow=False, link_rate_bits_per_s=100_000_000, segment_limit_bytes=0,
+        policy_source="built-in", policy_digest="ab" * 32,
+        attached_unix_s=1893456000.0, programs={"shp_egress": 7},
         verified_instructions={"shp_egress": 3000}, whitelist_entries=2, whitelist_generation=5,
         classes=(_CLASS,), reasons={"egress": {"default": 1, "rule-port": 9}},
         problems=("the egress filter is gone",), warnings=("encapsulated: 40 %",),

@@ -8,6 +8,7 @@ include/uapi/linux/bpf.h, which the kernel never changes, only extends.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -37,7 +38,7 @@ _MAP_GET_NEXT_ID = 12
 _PROG_GET_FD_BY_ID = 13
 _MAP_GET_FD_BY_ID = 14
 _OBJ_GET_INFO = 15
-_PROG_QUERY = 16
+PROG_QUERY = 16
 _BTF_LOAD = 18
 _BTF_GET_FD_BY_ID = 19
 _MAP_LOOKUP_BATCH = 24
@@ -117,7 +118,8 @@ def bpf_call(command: int, attr: bytearray) -> int:
     return result
 
 
-def _raise_named(error: OSError, doing: str) -> NoReturn:
+def raise_named(error: OSError, doing: str) -> NoReturn:
+    """Raise what the kernel answered as an error with a name."""
     if error.errno == errno.EPERM:
         raise PrivilegeError(
             "missing-capability",
@@ -165,7 +167,7 @@ def create_map(name: str, shape: MapShape, *, inner_fd: int = 0) -> int:
                 "map-refused",
                 f"The kernel refused map {name} ({shape}): {error.strerror}.",
             ) from error
-        _raise_named(error, f"create map {name}")
+        raise_named(error, f"create map {name}")
 
 
 def wait_for_readers() -> None:
@@ -188,14 +190,14 @@ def wait_for_readers() -> None:
 
 def map_shape(fd: int) -> MapShape:
     """Return the shape of an open map."""
-    info = _object_info(fd, 80)
+    info = object_info(fd, 80)
     kind, _id, key_bytes, value_bytes, entries, flags = struct.unpack_from("=6I", info, 0)
     return MapShape(kind, key_bytes, value_bytes, entries, flags)
 
 
 def map_id(fd: int) -> int:
     """Return the kernel's id of an open map."""
-    found: int = struct.unpack_from("=2I", _object_info(fd, 80), 0)[1]
+    found: int = struct.unpack_from("=2I", object_info(fd, 80), 0)[1]
     return found
 
 
@@ -209,7 +211,7 @@ def lookup(fd: int, key: bytes, value_bytes: int) -> bytes | None:
     except OSError as error:
         if error.errno == errno.ENOENT:
             return None
-        _raise_named(error, "look up a map entry")
+        raise_named(error, "look up a map entry")
     return value_buffer.raw
 
 
@@ -228,7 +230,7 @@ def update(fd: int, key: bytes, value: bytes, flags: int = 0) -> None:
     try:
         bpf_call(_MAP_UPDATE, attr)
     except OSError as error:
-        _raise_named(error, "write a map entry")
+        raise_named(error, "write a map entry")
 
 
 def delete(fd: int, key: bytes) -> bool:
@@ -239,7 +241,7 @@ def delete(fd: int, key: bytes) -> bool:
     except OSError as error:
         if error.errno == errno.ENOENT:
             return False
-        _raise_named(error, "delete a map entry")
+        raise_named(error, "delete a map entry")
     return True
 
 
@@ -283,7 +285,7 @@ def update_batch(
     try:
         bpf_call(_MAP_UPDATE_BATCH, attr)
     except OSError as error:
-        _raise_named(error, f"write {count} map entries")
+        raise_named(error, f"write {count} map entries")
 
 
 def iterate(fd: int, key_bytes: int, value_bytes: int) -> Iterator[tuple[bytes, bytes]]:
@@ -300,7 +302,7 @@ def iterate(fd: int, key_bytes: int, value_bytes: int) -> Iterator[tuple[bytes, 
         except OSError as error:
             if error.errno == errno.ENOENT:
                 return
-            _raise_named(error, "walk a map")
+            raise_named(error, "walk a map")
         key = next_key.raw
         value = lookup(fd, key, value_bytes)
         if value is not None:
@@ -316,7 +318,7 @@ def pin(fd: int, path: str) -> None:
     try:
         bpf_call(_OBJ_PIN, attr)
     except OSError as error:
-        _raise_named(error, f"pin {path}")
+        raise_named(error, f"pin {path}")
 
 
 def get_pinned(path: str) -> int:
@@ -334,10 +336,11 @@ def get_pinned(path: str) -> int:
     except OSError as error:
         if error.errno == errno.ENOENT:
             raise FileNotFoundError(path) from error
-        _raise_named(error, f"open {path}")
+        raise_named(error, f"open {path}")
 
 
-def _object_info(fd: int, length: int) -> bytes:
+def object_info(fd: int, length: int) -> bytes:
+    """Return the first bytes of what the kernel says about a map, program, link or BTF."""
     buffer = ctypes.create_string_buffer(length)
     attr = _Attr(16)
     struct.pack_into("=IIQ", attr, 0, fd, length, _address(buffer))
@@ -345,7 +348,7 @@ def _object_info(fd: int, length: int) -> bytes:
     try:
         bpf_call(_OBJ_GET_INFO, attr)
     except OSError as error:
-        _raise_named(error, "read object information")
+        raise_named(error, "read object information")
     return buffer.raw
 
 
@@ -364,7 +367,7 @@ _INFO_VERIFIED = 216
 
 def program_facts(fd: int) -> ProgramFacts:
     """Return id, name, tag, maps, BTF id and verified instructions of a program."""
-    info = _object_info(fd, _INFO_BYTES)
+    info = object_info(fd, _INFO_BYTES)
     count = struct.unpack_from("=I", info, _INFO_NR_MAP_IDS)[0]
     ids = ctypes.create_string_buffer(4 * max(count, 1))
     request = ctypes.create_string_buffer(_INFO_BYTES)
@@ -383,7 +386,7 @@ def program_facts(fd: int) -> ProgramFacts:
 
 def is_jited(fd: int) -> bool:
     """Return whether a program was compiled to machine code, not left to the interpreter."""
-    return bool(struct.unpack_from("=I", _object_info(fd, _INFO_BYTES), _INFO_JITED_LEN)[0])
+    return bool(struct.unpack_from("=I", object_info(fd, _INFO_BYTES), _INFO_JITED_LEN)[0])
 
 
 def _info_into(fd: int, request: _Buffer) -> None:
@@ -398,7 +401,7 @@ def program_func_info(fd: int) -> tuple[bytes, int]:
     Line records are of no use here: their offsets are those of the program as
     the verifier rewrote it, and a load wants those of the original.
     """
-    info = _object_info(fd, _INFO_BYTES)
+    info = object_info(fd, _INFO_BYTES)
     record, count = (
         struct.unpack_from("=I", info, offset)[0] for offset in (_INFO_FUNC_REC, _INFO_NR_FUNC)
     )
@@ -417,7 +420,7 @@ def btf_of(btf_id: int) -> bytes:
     struct.pack_into("=I", attr, 0, btf_id)
     fd = bpf_call(_BTF_GET_FD_BY_ID, attr)
     try:
-        size = struct.unpack_from("=QI", _object_info(fd, 16), 0)[1]
+        size = struct.unpack_from("=QI", object_info(fd, 16), 0)[1]
         data = ctypes.create_string_buffer(size)
         request = ctypes.create_string_buffer(16)
         struct.pack_into("=QI", request, 0, ctypes.addressof(data), size)
@@ -464,7 +467,7 @@ def load_program(
         return _load(name, instructions, license_text, debug, log_level, log_bytes)
     except OSError as error:
         if error.errno == errno.EPERM:
-            _raise_named(error, f"load program {name}")
+            raise_named(error, f"load program {name}")
         if log_level:
             raise FailedError(
                 "bpf-failed", f"Cannot load program {name}: {error.strerror}."
@@ -626,11 +629,11 @@ def query_tcx(ifindex: int, attach_type: int) -> tuple[int, ...]:
     struct.pack_into("=IIIIQI", attr, 0, ifindex, attach_type, 0, 0, _address(ids), 64)
     attr.keep = (ids,)
     try:
-        bpf_call(_PROG_QUERY, attr)
+        bpf_call(PROG_QUERY, attr)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ENOENT, errno.ENODEV, errno.EOPNOTSUPP):
             return ()
-        _raise_named(error, "query tcx programs")
+        raise_named(error, "query tcx programs")
     count = struct.unpack_from("=I", attr, 24)[0]
     return struct.unpack_from(f"={count}I", ids, 0)
 
@@ -653,7 +656,7 @@ def _next_id(command: int, number: int, doing: str) -> int | None:
     except OSError as error:
         if error.errno == errno.ENOENT:
             return None
-        _raise_named(error, doing)
+        raise_named(error, doing)
     return int(struct.unpack_from("=I", attr, 4)[0])
 
 
@@ -670,7 +673,7 @@ def map_by_id(number: int) -> int:
     except OSError as error:
         if error.errno == errno.ENOENT:
             raise FileNotFoundError(f"map {number}") from error
-        _raise_named(error, f"open map {number}")
+        raise_named(error, f"open map {number}")
 
 
 def program_by_id(program_id: int) -> int:
@@ -686,7 +689,18 @@ def program_by_id(program_id: int) -> int:
     except OSError as error:
         if error.errno == errno.ENOENT:
             raise FileNotFoundError(f"program {program_id}") from error
-        _raise_named(error, f"open program {program_id}")
+        raise_named(error, f"open program {program_id}")
+
+
+def program_text(program_id: int) -> str:
+    """Return a program as people know it: "51 cil_to_netdev"; its id alone where it is gone."""
+    with contextlib.suppress(ShapeError, OSError):
+        descriptor = program_by_id(program_id)
+        try:
+            return f"{program_id} {program_facts(descriptor).name}".rstrip()
+        finally:
+            os.close(descriptor)
+    return str(program_id)
 
 
 def close_all(descriptors: Sequence[int]) -> None:
@@ -703,6 +717,7 @@ __all__ = [
     "F_NO_PREALLOC",
     "NETKIT_PEER",
     "NETKIT_PRIMARY",
+    "PROG_QUERY",
     "TCX_EGRESS",
     "TCX_INGRESS",
     "DebugInfo",
@@ -729,11 +744,14 @@ __all__ = [
     "map_shape",
     "next_map",
     "next_program",
+    "object_info",
     "pin",
     "program_by_id",
     "program_func_info",
+    "program_text",
     "program_facts",
     "query_tcx",
+    "raise_named",
     "run_program",
     "update",
     "update_batch",

@@ -59,6 +59,7 @@ _IFLA_IFNAME = 3
 _IFLA_MTU = 4
 _IFLA_LINKINFO = 18
 _IFLA_IFALIAS = 20
+_IFLA_STATS64 = 23
 _IFLA_NUM_TX_QUEUES = 31
 _IFLA_NUM_RX_QUEUES = 32
 _IFLA_GSO_MAX_SEGS = 40
@@ -182,6 +183,18 @@ def read_xdp(rtnl: Rtnl, index: int) -> int:
     """
     attributes = parse_attributes(_read_link(rtnl, index)[_IFINFOMSG.size :])
     return _u32(parse_attributes(attributes.get(_IFLA_XDP, b"")), _IFLA_XDP_PROG_ID, 0)
+
+
+def read_traffic(rtnl: Rtnl, index: int) -> tuple[int, int]:
+    """Return the bytes that a device has sent and received, headers included.
+
+    Raises: FailedError interface-gone.
+    """
+    stats = parse_attributes(_read_link(rtnl, index)[_IFINFOMSG.size :]).get(_IFLA_STATS64)
+    if stats is None:
+        return 0, 0
+    received, sent = struct.unpack_from("=QQ", stats, 16)  # after the packets of both
+    return sent, received
 
 
 def set_gso(rtnl: Rtnl, index: int, limits: GsoLimits) -> None:

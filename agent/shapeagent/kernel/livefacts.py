@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 from collections.abc import Callable, Collection, Mapping
@@ -219,18 +218,9 @@ def _hook_programs(facts: DeviceFacts) -> tuple[str, ...]:
     if facts.kind == "netkit":
         hooks |= {"netkit primary": bpf.NETKIT_PRIMARY, "netkit peer": bpf.NETKIT_PEER}
     found = [
-        f"{name} program {_program_text(number)}"
+        f"{name} program {text}"
         for name, hook in hooks.items()
-        for number in bpf.query_tcx(facts.index, hook)
+        for text in map(bpf.program_text, bpf.query_tcx(facts.index, hook))
+        if not text.partition(" ")[2].startswith(filters.PROGRAM_PREFIX)
     ]
     return tuple(found)
-
-
-def _program_text(number: int) -> str:
-    with contextlib.suppress(ShapeError, OSError):
-        descriptor = bpf.program_by_id(number)
-        try:
-            return f"{number} {bpf.program_facts(descriptor).name}".rstrip()
-        finally:
-            os.close(descriptor)
-    return str(number)

@@ -41,6 +41,7 @@ class AttachRequest:
     ingress_mark_mask: int | None = None
     yes_management: bool = False  # attach also to the management device
     confirm_s: float | None = None  # undone after so long unless confirmed
+    hook: str | None = None  # "tcx" or "clsact"; None: tcx where the kernel has it
     takeover: bool = False  # replace a root qdisc of someone else's, and put it back on detach
 
 
@@ -69,6 +70,7 @@ class AttachPlan:
     profile: str
     profile_reason: str
     ingress: str
+    hook: str  # "tcx" or "clsact"
     link_rate_bits_per_s: int
     link_rate_source: str
     segment_limit_bytes: int  # 0 = off
@@ -135,6 +137,7 @@ class InterfaceStatus:
     netns: str | None
     profile: str
     ingress: str
+    hook: str
     shadow: bool
     link_rate_bits_per_s: int
     segment_limit_bytes: int

@@ -30,6 +30,13 @@ class Profile(StrEnum):
     POLICE = "police"
 
 
+class Hook(StrEnum):
+    """How our programs stand on a device: as tcx links (Linux 6.6), or as clsact filters."""
+
+    TCX = "tcx"
+    CLSACT = "clsact"
+
+
 class IngressMode(StrEnum):
     """What happens to packets that arrive: nothing but counting, policing, or an IFB tree."""
 

@@ -23,11 +23,17 @@ from shapeagent.model.errors import ConflictError, FailedError, ShapeError
 from shapeagent.model.reports import AttachReport, AttachRequest
 from shapeagent.model.types import DeviceFacts, Direction, IngressMode, Policy, Profile
 from shapeagent.policy.rules import compile_rules
-from shapeagent.service import confirming, detaching
+from shapeagent.service import confirming, detaching, selftest
 from shapeagent.service.ceilings import ceiling_states, class_words, initial_ceilings, tree_of
-from shapeagent.service.describing import FILTER_PROGRAMS, interface_status, other_programs
+from shapeagent.service.describing import interface_status
 from shapeagent.service.detaching import restore_gso
-from shapeagent.service.hook import refuse_shared_hook
+from shapeagent.service.hook import (
+    PROGRAMS,
+    Place,
+    needs_clsact,
+    other_programs,
+    refuse_shared_hook,
+)
 from shapeagent.service.planning import Wanted, make_plan
 from shapeagent.service.records import config_record, rule_write
 from shapeagent.service.restoring import put_root_back, take_over, undo_text
@@ -150,6 +156,7 @@ def _initial_state(engine: Engine, wanted: Wanted, image: Image) -> AttachState:
         profile=wanted.profile.value,
         profile_reason=wanted.profile_reason,
         ingress=wanted.ingress.value,
+        hook=wanted.hook.value,
         shadow=wanted.policy.shadow,
         link_rate_bits_per_s=wanted.link_rate_bits_per_s,
         link_rate_source=wanted.link_rate_source,
@@ -203,12 +210,19 @@ def _build(
         state = _change_device(engine, rtnl, store, state, wanted, pins, undo)
         datapath = Datapath(opened, wanted.kernel.possible_cpus)
         state = _fill(datapath, state, wanted)
-        engine.progress("adding the filters")
-        state = _add_filters(rtnl, store, state, programs, pins, undo)
+        engine.progress("attaching the programs")
+        if needs_clsact(wanted.hook, wanted.ingress):
+            state = _add_clsact(rtnl, store, state, undo)
+        state = dataclasses.replace(state, bytes_before=link.read_traffic(rtnl, state.index))
+        place = Place.of(rtnl, state, pins)
+        _add_programs(place, state, programs, undo)
+        if state.ifb_index:
+            state = _add_redirect(rtnl, store, state, pins, undo)
+        selftest.run(place, state.device, datapath)
     finally:
         bpf.close_all([*opened.values(), *(program.fd for program in programs.values())])
     _reroute(engine, rtnl, store, state, wanted.request.reroute_ipv6)
-    _read_back(rtnl, state, wanted)
+    _read_back(rtnl, state, wanted, pins)
     if state.ifb_index:
         ids = state.program_ids.values()
         refuse_shared_hook(rtnl, engine.netns, state.index, state.device, ids)
@@ -299,16 +313,8 @@ def _ifb_lease(state: AttachState, lease_s: float) -> int:
         return clock.read() + max(1, round(lease_s * 1e9 / state.kernel.jiffy_ns))
 
 
-def _add_filters(
-    rtnl: Rtnl,
-    store: StateDir,
-    state: AttachState,
-    programs: dict[str, LoadedProgram],
-    pins: Path,
-    undo: _Undo,
-) -> AttachState:
-    index = state.index
-    ids = tuple(state.program_ids.values())
+def _add_clsact(rtnl: Rtnl, store: StateDir, state: AttachState, undo: _Undo) -> AttachState:
+    index, ids = state.index, tuple(state.program_ids.values())
     # the journal first: who is killed in between leaves a clsact, and a detach must know whose
     state = dataclasses.replace(state, clsact_created=not filters.has_clsact(rtnl, index))
     store.write(state)
@@ -319,22 +325,22 @@ def _add_filters(
             rtnl,
             index,
             created_by_us=created,
-            has_other_programs=other_programs(netns, index),
+            has_other_programs=bool(other_programs(netns, index, ids)),
         )
     )
     if created != state.clsact_created:
         state = dataclasses.replace(state, clsact_created=created)
         store.write(state)
-    for direction, name in FILTER_PROGRAMS.items():
-        undo.add(
-            lambda direction=direction: filters.del_filter(  # type: ignore[misc]
-                rtnl, index, direction, our_program_ids=ids
-            )
-        )
-        filters.add_filter(rtnl, index, direction, programs[name].fd, name)
-    if state.ifb_index:
-        state = _add_redirect(rtnl, store, state, pins, undo)
     return state
+
+
+def _add_programs(
+    place: Place, state: AttachState, programs: dict[str, LoadedProgram], undo: _Undo
+) -> None:
+    ids = tuple(state.program_ids.values())
+    for direction, name in PROGRAMS.items():
+        undo.add(partial(place.remove, direction, ids))
+        place.add(direction, programs[name].fd)
 
 
 def _add_redirect(
@@ -369,15 +375,16 @@ def _reroute(
         store.write(state)
 
 
-def _read_back(rtnl: Rtnl, state: AttachState, wanted: Wanted) -> None:
+def _read_back(rtnl: Rtnl, state: AttachState, wanted: Wanted, pins: Path) -> None:
     if wanted.egress_tree is not None:
         qdisc.read_back(rtnl, state.index, wanted.egress_tree)
-    for direction, name in FILTER_PROGRAMS.items():
-        found = filters.find_ours(filters.list_filters(rtnl, state.index, direction))
-        if found is None or found.program_id != state.program_ids[name]:
+    place = Place.of(rtnl, state, pins)
+    for direction, name in PROGRAMS.items():
+        found = place.holder(direction)
+        if found != state.program_ids[name]:
             raise FailedError(
                 "readback-differs",
-                f"The {direction.value} filter of {state.device} is {found}, not program "
+                f"The {direction.value} program of {state.device} is {found}, not "
                 f"{state.program_ids[name]}.",
             )
 
@@ -404,6 +411,7 @@ def _attach_again(
                 details=problems,
                 hint=f"shapectl detach {state.device}, then attach again",
             )
+        selftest.run(Place.of(rtnl, state, attached.pins), state.device, attached.datapath)
         changed = state.policy_digest != wanted.policy.digest
         if changed:
             _take_up_policy(attached, wanted)
@@ -446,6 +454,7 @@ def _refuse_other_shape(state: AttachState, wanted: Wanted) -> None:
     pairs = (
         ("profile", state.profile, wanted.profile.value),
         ("ingress", state.ingress, wanted.ingress.value),
+        ("hook", state.hook, wanted.hook.value),
         ("shadow", state.shadow, wanted.policy.shadow),
         ("link rate", state.link_rate_bits_per_s, wanted.link_rate_bits_per_s),
         ("segment limit", state.segment_limit_bytes, wanted.segment_limit_bytes),

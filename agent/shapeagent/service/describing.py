@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shapeagent.kernel import bpf, filters, qdisc
-from shapeagent.kernel import netns as namespaces
+from shapeagent.kernel import filters, qdisc
 from shapeagent.kernel.cgroup import find_cgroup
 from shapeagent.kernel.link import read_device_by_index, read_gso
 from shapeagent.model.errors import ShapeError
 from shapeagent.model.reports import ClassStatus, InterfaceStatus
-from shapeagent.model.types import Direction, Profile
+from shapeagent.model.types import Direction, Hook, Profile
 from shapeagent.policy.plan import (
     TC_PRIO_BESTEFFORT,
     TC_PRIO_BULK,
@@ -21,15 +20,15 @@ from shapeagent.policy.plan import (
     twin_minor,
 )
 from shapeagent.policy.rules import compile_rules
+from shapeagent.service import selftest
 from shapeagent.service.ceilings import ceiling_states
 from shapeagent.service.confirming import read_pending
-from shapeagent.service.hook import list_ingress_sharers
+from shapeagent.service.hook import PROGRAMS, Place, list_ingress_sharers
 from shapeagent.service.records import rule_write
+from shapeagent.service.selftest import Reach
 
 if TYPE_CHECKING:
     from shapeagent.service.engine import Attached
-
-FILTER_PROGRAMS = {Direction.EGRESS: "shp_egress", Direction.INGRESS: "shp_ingress"}
 
 _FQ_PRIORITIES = {
     TC_PRIO_CONTROL: "control",
@@ -146,6 +145,7 @@ def broken_status(key: str, netns: str | None, error: ShapeError) -> InterfaceSt
         netns=netns,
         profile="unknown",
         ingress="unknown",
+        hook="unknown",
         shadow=False,
         link_rate_bits_per_s=0,
         segment_limit_bytes=0,
@@ -172,6 +172,8 @@ def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
     }
     programs, problems = _programs(attached)
     problems += _problems(attached, netns)
+    reaches = _reaches(attached)
+    problems += [str(one) for one in reaches if one.is_hidden and one.ahead]
     pending = read_pending(attached.store)
     return InterfaceStatus(
         device=state.device,
@@ -179,6 +181,7 @@ def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
         netns=netns,
         profile=state.profile,
         ingress=state.ingress,
+        hook=state.hook,
         shadow=state.shadow,
         link_rate_bits_per_s=state.link_rate_bits_per_s,
         segment_limit_bytes=state.segment_limit_bytes,
@@ -192,31 +195,42 @@ def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
         classes=tuple(rows),
         reasons=reasons,
         problems=tuple(problems),
-        warnings=tuple(_warnings(attached, rows, reasons)),
+        warnings=(
+            *_warnings(attached, rows, reasons),
+            *(str(one) for one in reaches if not (one.is_hidden and one.ahead)),
+        ),
         unconfirmed_s=None if pending is None else round(pending.left_s, 1),
     )
+
+
+def _reaches(attached: Attached) -> list[Reach]:
+    place = Place.of(attached.rtnl, attached.state, attached.pins)
+    try:
+        return selftest.reaches(place, attached.datapath, attached.state.bytes_before)
+    except ShapeError:
+        return []  # the device is gone: `problems` says so
 
 
 def _programs(attached: Attached) -> tuple[dict[str, int], list[str]]:
     programs: dict[str, int] = {}
     problems: list[str] = []
-    for direction, name in FILTER_PROGRAMS.items():
+    place = Place.of(attached.rtnl, attached.state, attached.pins)
+    what = "link" if place.hook is Hook.TCX else "filter"
+    for direction, name in PROGRAMS.items():
         want = attached.state.program_ids.get(name)
         try:
-            found = filters.find_ours(
-                filters.list_filters(attached.rtnl, attached.state.index, direction)
-            )
+            found = place.holder(direction)
         except ShapeError as error:
             problems.append(error.message)
             continue
         if found is None:
-            problems.append(f"our {direction.value} filter is gone")
-        elif found.program_id != want:
+            problems.append(f"our {direction.value} {what} is gone")
+        elif found != want:
             problems.append(
-                f"the {direction.value} filter holds program {found.program_id}, not ours ({want})"
+                f"the {direction.value} {what} holds program {found}, not ours ({want})"
             )
         else:
-            programs[name] = found.program_id
+            programs[name] = found
     return programs, problems
 
 
@@ -310,13 +324,3 @@ def _warnings(
         f"rule names cgroup {path}, which is not there" for path in attached.state.missing_cgroups
     ]
     return found
-
-
-def other_programs(netns: str | None, index: int) -> bool:
-    """Return whether a tcx program is attached to the device in either direction."""
-
-    def query() -> bool:
-        hooks = (bpf.TCX_INGRESS, bpf.TCX_EGRESS)
-        return any(bpf.query_tcx(index, hook) for hook in hooks)
-
-    return namespaces.run_in_netns(netns, query)

@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shapeagent.kernel import bpf, filters, link, maps, routes
+from shapeagent.kernel import bpf, filters, link, maps, routes, tcx
 from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.model.errors import ConflictError, FailedError, InputError, ShapeError
 from shapeagent.model.reports import DetachReport
 from shapeagent.model.types import Direction, GsoLimits, Policy, TreePlan
 from shapeagent.service import confirming
 from shapeagent.service.ceilings import tree_of
-from shapeagent.service.describing import FILTER_PROGRAMS, other_programs
 from shapeagent.service.documents import load_policy_text
+from shapeagent.service.hook import PROGRAMS, Place, other_programs
 from shapeagent.service.restoring import put_root_back
 from shapeagent.service.state import AttachState, StateDir
 
@@ -112,7 +112,9 @@ def _drop_filters(
         "redirect to the IFB",
         partial(filters.del_redirect, rtnl, index),
     )
-    for direction, name in FILTER_PROGRAMS.items():
+    for direction, name in PROGRAMS.items():
+        if not dry_run:
+            tcx.remove_link(pins, direction)
         drop(
             name,
             f"{direction.value} filter",
@@ -149,6 +151,7 @@ def _undo_device(
             notes.append(error.message)
 
     ids = tuple(state.program_ids.values())
+    place = Place.of(rtnl, state, engine.bpffs_dir / store.folder.name)
     if state.ifb_index:
         do(
             "delete our redirect to the IFB",
@@ -156,10 +159,8 @@ def _undo_device(
         )
     for direction in Direction:
         do(
-            f"delete our {direction.value} filter",
-            lambda direction=direction: filters.del_filter(  # type: ignore[misc]
-                rtnl, index, direction, our_program_ids=ids
-            ),
+            f"detach our {direction.value} program",
+            partial(place.remove, direction, ids),
         )
     if link.find_ifbs(rtnl, state.device):
         do("delete our IFB", lambda: _delete_ifbs(rtnl, state))
@@ -268,7 +269,7 @@ def _drop_clsact(engine: Engine, rtnl: Rtnl, state: AttachState, notes: list[str
         rtnl,
         state.index,
         created_by_us=True,
-        has_other_programs=other_programs(engine.netns, state.index),
+        has_other_programs=bool(other_programs(engine.netns, state.index)),
     )
     if not gone:
         notes.append("clsact stays: someone else uses it")

@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shapeagent.kernel import filters, link, snapshot, tclines
+from shapeagent.kernel import filters, link, snapshot, tclines, tcx
 from shapeagent.kernel.probe import read_kernel_facts
 from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.kernel.snapshot import DeviceSnapshot
@@ -17,6 +17,7 @@ from shapeagent.model.types import (
     DeviceFacts,
     Direction,
     GsoLimits,
+    Hook,
     IngressMode,
     KernelFacts,
     LeafPlan,
@@ -43,9 +44,8 @@ from shapeagent.policy.plan import (
 )
 from shapeagent.service.ceilings import Enforcement
 from shapeagent.service.confirming import check_confirm
-from shapeagent.service.describing import other_programs
 from shapeagent.service.documents import load_policy_text, read_policy
-from shapeagent.service.hook import refuse_shared_hook
+from shapeagent.service.hook import choose_hook, needs_clsact, other_programs, refuse_shared_hook
 from shapeagent.service.management import ManagementCheck, check_management
 from shapeagent.service.state import StateDir
 
@@ -64,6 +64,7 @@ class Wanted:
     profile: Profile
     profile_reason: str
     ingress: IngressMode
+    hook: Hook
     link_rate_bits_per_s: int
     link_rate_source: str
     segment_limit_bytes: int
@@ -105,10 +106,16 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
     state = StateDir(engine.run_dir, engine.key_of(rtnl, device.index)).read()
     management = check_management(rtnl, device, own_netns=engine.netns is None)
     before = snapshot.take(rtnl, device.index, link.read_gso(rtnl, device.index))
+    asked_hook = request.hook
+    if state is not None and asked_hook is None:
+        asked_hook = state.hook
+    hook = choose_hook(asked_hook, has_tcx=tcx.is_supported())
     if state is None:
         if not request.yes_management:
             management.refuse_unconfirmed(device.name)
         _refuse_foreign(engine, rtnl, device, enforcement, before, takeover=request.takeover)
+        if needs_clsact(hook, ingress):
+            _refuse_foreign_filters(rtnl, device, before)
         if enforcement.ingress_tree is not None:
             refuse_shared_hook(rtnl, engine.netns, device.index, device.name)
         gso = before.gso
@@ -145,6 +152,7 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
         profile=profile,
         profile_reason=reason,
         ingress=ingress,
+        hook=hook,
         link_rate_bits_per_s=rate,
         link_rate_source=rate_source,
         segment_limit_bytes=limit,
@@ -170,6 +178,7 @@ _EMPTY_REPORT = AttachPlan(
     profile="",
     profile_reason="",
     ingress="",
+    hook="",
     link_rate_bits_per_s=0,
     link_rate_source="",
     segment_limit_bytes=0,
@@ -272,6 +281,10 @@ def _refuse_foreign(
             _refuse_edt_writer(engine, rtnl, device)
         if not before.is_default:
             _refuse_foreign_root(device, before, takeover=takeover)
+
+
+def _refuse_foreign_filters(rtnl: Rtnl, device: DeviceFacts, before: DeviceSnapshot) -> None:
+    """Refuse where the older ingress qdisc stands, or anything in the place of our filters."""
     if before.hook not in ("", "clsact"):
         raise ConflictError(
             "ingress-qdisc-foreign",
@@ -414,6 +427,7 @@ def _report(engine: Engine, wanted: Wanted) -> AttachPlan:
         profile=wanted.profile.value,
         profile_reason=wanted.profile_reason,
         ingress=wanted.ingress.value,
+        hook=wanted.hook.value,
         link_rate_bits_per_s=wanted.link_rate_bits_per_s,
         link_rate_source=wanted.link_rate_source,
         segment_limit_bytes=limit,
@@ -454,10 +468,17 @@ def _steps(wanted: Wanted) -> tuple[str, ...]:
         )
     if wanted.enforcement.ingress_tree is not None:
         steps.append(f"make an IFB with an HTB tree for what arrives on {device}")
-    steps.append(
-        f"add clsact to {device} unless it is there, and one filter per direction (the kernel may "
-        "lose a packet in flight when clsact comes or goes)"
-    )
+    if needs_clsact(wanted.hook, wanted.ingress):
+        steps.append(
+            f"add clsact to {device} unless it is there (the kernel may lose a packet in flight "
+            "when clsact comes or goes)"
+        )
+    if wanted.hook is Hook.TCX:
+        steps.append("attach one program per direction by a tcx link, before those that are there")
+    else:
+        steps.append("add one filter per direction to clsact")
+    if wanted.ingress is IngressMode.IFB:
+        steps.append("add the filter that hands to the IFB")
     if wanted.gso_wanted != wanted.gso_before:
         steps.append("let living IPv4 flows look up their route again (they take up the limit)")
     if wanted.request.reroute_ipv6:

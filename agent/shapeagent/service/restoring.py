@@ -7,13 +7,14 @@ import contextlib
 import os
 from pathlib import Path
 
-from shapeagent.kernel import bpf, filters, link, qdisc, snapshot, tclines
+from shapeagent.kernel import bpf, filters, link, qdisc, snapshot, tclines, tcx
 from shapeagent.kernel.routes import ROUTE_PROTOCOL
 from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.kernel.snapshot import DeviceSnapshot
 from shapeagent.kernel.tclines import Surroundings
 from shapeagent.model.errors import ConflictError, FailedError
-from shapeagent.model.types import Direction, TreePlan
+from shapeagent.model.types import Direction, Hook, IngressMode, TreePlan
+from shapeagent.service.hook import needs_clsact
 from shapeagent.service.state import AttachState, StateDir
 
 UNDO_HEADER = "# shapectl-undo 1"
@@ -138,10 +139,13 @@ def undo_text(
     slot = f"protocol all pref {{}} handle {filters.HANDLE:#x} bpf"
     if state.ingress == "ifb" and not state.shadow:
         lines.append(f"{tc} filter del dev {device} ingress {slot.format(filters.REDIRECT_PREF)}")
-    lines += [
-        f"{tc} filter del dev {device} {direction.value} {slot.format(filters.PREF)}"
-        for direction in Direction
-    ]
+    if state.hook == Hook.TCX.value:
+        lines += [f"rm -r -f -- {tcx.pin_path(pins, direction)}" for direction in Direction]
+    else:
+        lines += [
+            f"{tc} filter del dev {device} {direction.value} {slot.format(filters.PREF)}"
+            for direction in Direction
+        ]
     if state.ingress == "ifb" and not state.shadow:
         lines.append(f"{ip} link delete dev {state.ifb or _expected_ifb(rtnl, device)}")
     if tree is not None:
@@ -160,7 +164,7 @@ def undo_text(
         lines.append(f"{ip} route flush cache")
     if state.request.get("reroute_ipv6"):
         lines.append(f"{ip} -6 route flush dev {device} proto {ROUTE_PROTOCOL}")
-    if not wanted.hook:
+    if not wanted.hook and needs_clsact(Hook(state.hook), IngressMode(state.ingress)):
         lines.append(f"{tc} qdisc del dev {device} clsact")
     lines += [f"rm -r -f -- {pins}", f"rm -r -f -- {store.folder}"]
     return "\n".join(lines) + "\n"

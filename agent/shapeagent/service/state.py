@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from shapeagent.kernel.snapshot import DeviceSnapshot
 from shapeagent.model.errors import ConflictError, FailedError, PrivilegeError
-from shapeagent.model.types import DeviceFacts, GsoLimits, KernelFacts
+from shapeagent.model.types import DeviceFacts, GsoLimits, Hook, KernelFacts
 
 _T = TypeVar("_T")
 
@@ -66,7 +66,9 @@ class AttachState:
     facts: DeviceFacts
     kernel: KernelFacts
     attached_unix_s: float
+    hook: str = Hook.CLSACT.value
     clsact_created: bool = False
+    bytes_before: tuple[int, int] = (0, 0)  # sent and received by the device at the attach
     gso_before: GsoLimits | None = None
     gso_set: GsoLimits | None = None
     ifb: str | None = None
@@ -99,7 +101,7 @@ class AttachState:
             raw["kernel"] = KernelFacts(**{**kernel, "qdiscs": frozenset(kernel["qdiscs"])})
             for name in ("gso_before", "gso_set"):
                 raw[name] = GsoLimits(**raw[name]) if raw[name] else None
-            for name in ("ipv6_routes", "missing_cgroups"):
+            for name in ("ipv6_routes", "missing_cgroups", "bytes_before"):
                 raw[name] = tuple(raw[name])
             raw["ceilings"] = {
                 direction: {name: CeilingState(**item) for name, item in classes.items()}

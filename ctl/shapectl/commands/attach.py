@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from shapeagent.model.reports import AttachPlan, AttachReport, AttachRequest
-from shapeagent.model.types import IngressMode, Profile
+from shapeagent.model.types import Hook, IngressMode, Profile
 from shapectl.output import (
     bytes_text,
     print_json,
@@ -57,6 +57,12 @@ from shapectl.session import ShapeCommand, complete_device, session_of
     default="1h",
     show_default=True,
     help="How long the IFB redirect stands if nobody renews it.",
+)
+@click.option(
+    "--hook",
+    type=click.Choice([h.value for h in Hook]),
+    help="How the programs are attached: by tcx links, which run before what is there and touch "
+    "no qdisc, or as clsact filters; else tcx where the kernel has it (6.6).",
 )
 @click.option("--shadow", is_flag=True, help="Classify and count, change no packet.")
 @click.option(
@@ -133,6 +139,7 @@ def _print_plan(plan: AttachPlan) -> None:
     print_line(f"Plan for {_place(plan)} (nothing was changed)")
     print_line(f"  profile        {plan.profile}: {plan.profile_reason}")
     print_line(f"  ingress        {plan.ingress}")
+    print_line(f"  hook           {plan.hook}")
     print_line(
         f"  link rate      {rate_text(plan.link_rate_bits_per_s)} ({plan.link_rate_source}), "
         "wire bits: 24 B per frame are counted in"
@@ -174,7 +181,7 @@ def _print_report(report: AttachReport) -> None:
     plan = report.plan
     verb = "Attached to" if report.changed else "Already attached, nothing to change:"
     print_line(
-        f"{verb} {_place(plan)}: profile {plan.profile}, ingress {plan.ingress}, "
+        f"{verb} {_place(plan)}: profile {plan.profile}, ingress {plan.ingress}, hook {plan.hook}, "
         f"link {rate_text(plan.link_rate_bits_per_s)}, policy {plan.policy_source}"
     )
     if report.changed:

@@ -52,6 +52,7 @@ def _print_interface(interface: InterfaceStatus) -> None:
     programs = ", ".join(f"{name} {number}" for name, number in interface.programs.items())
     print_line(
         f"{interface.device}{place}: profile {interface.profile}, ingress {interface.ingress}, "
+        f"hook {interface.hook}, "
         f"link {rate_text(interface.link_rate_bits_per_s)}{shadow}"
     )
     print_line(
