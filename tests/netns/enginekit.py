@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from netlab import VethPair, ip
+from netlab import VethPair, ip, tc
 
 from shapeagent.kernel import bpf, filters, link, maps, qdisc, tcx
 from shapeagent.kernel import rtnl as rtnl_module
@@ -155,7 +155,9 @@ class Bench:
 def add_bpf_filter(
     netns: str, device: str, direction: Direction, descriptor: int, *, pref: int, handle: int = 1
 ) -> None:
-    """Add a bpf filter of someone else's at clsact. Raises OSError."""
+    """Add a bpf filter of someone else's at clsact, and clsact if need be. Raises OSError."""
+    if "clsact" not in tc("qdisc", "show", "dev", device, netns=netns):
+        tc("qdisc", "add", "dev", device, "clsact", netns=netns)
     options = rtnl_module.nested(
         rtnl_module.TCA_OPTIONS,
         rtnl_module.attribute_u32(6, descriptor),  # TCA_BPF_FD
@@ -719,7 +721,7 @@ def dump_maps(pins: Path, cpus: int, *, without: tuple[str, ...] = ()) -> dict[s
     """Return the whole content of every pinned map, lists inside arrays of maps too."""
     found: dict[str, object] = {}
     for path in sorted(pins.iterdir()):
-        if path.name.startswith("shp_") or path.name in without:
+        if path.name not in maps.SHAPES or path.name in without:
             continue
         descriptor = bpf.get_pinned(str(path))
         try:

@@ -3,24 +3,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from enginekit import add_bpf_filter, index_of
 from netlab import load_program, tc
 
-from shapeagent.kernel import bpf
+from shapeagent.kernel import bpf, tcx
 from shapeagent.kernel.netns import run_in_netns
 from shapeagent.kernel.rtnl import attribute, attribute_text, nested
 from shapeagent.model.types import Direction
 
 TABLE, CHAIN = "others", "early"
 _PROG_ATTACH, _PROG_DETACH = 8, 9
+_F_BEFORE, _F_AFTER = 1 << 3, 1 << 4
 _NEWTABLE, _DELTABLE, _NEWCHAIN, _NEWFLOWTABLE = 0, 2, 3, 22
 _CREATE, _EXCL, _REQUEST, _ACK = 0x400, 0x200, 1, 4
 
@@ -35,29 +37,38 @@ def add_filter(netns: str, device: str) -> Callable[[], object]:
     return lambda: tc("filter", "del", "dev", device, "ingress", "pref", "9", netns=netns)
 
 
-def add_tcx(netns: str, device: str) -> Callable[[], object]:
-    """Attach a tcx program that answers NEXT; skips where the kernel has no tcx."""
-    index, descriptor = index_of(netns, device), load_program()
+@contextlib.contextmanager
+def attach_tcx(
+    netns: str, device: str, direction: Direction, descriptor: int, *, first: bool
+) -> Iterator[int]:
+    """Have a program of someone else's at a tcx hook, before all others or behind; gives its id.
 
-    def call(command: int) -> None:
-        attr = bytearray(
-            struct.pack("=6I", index, descriptor, bpf.TCX_INGRESS, 0, 0, 0).ljust(64, b"\0")
-        )
+    The descriptor is closed. Skips where the kernel has no tcx.
+    """
+    index, hook = index_of(netns, device), tcx.HOOKS[direction]
+    number = bpf.program_facts(descriptor).id
+
+    def call(command: int, flags: int) -> None:
+        attr = bytearray(struct.pack("=6I", index, descriptor, hook, flags, 0, 0).ljust(64, b"\0"))
         bpf.bpf_call(command, attr)
 
-    try:
-        run_in_netns(netns, lambda: call(_PROG_ATTACH))
-    except OSError as error:
-        os.close(descriptor)
-        if error.errno != errno.EINVAL:
-            raise
-        pytest.skip(f"kernel {os.uname().release} has no tcx")
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, descriptor)
+        try:
+            run_in_netns(netns, lambda: call(_PROG_ATTACH, _F_BEFORE if first else _F_AFTER))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            pytest.skip(f"kernel {os.uname().release} has no tcx")
+        stack.callback(run_in_netns, netns, lambda: call(_PROG_DETACH, 0))
+        yield number
 
-    def remove() -> None:
-        run_in_netns(netns, lambda: call(_PROG_DETACH))
-        os.close(descriptor)
 
-    return remove
+def add_tcx(netns: str, device: str) -> Callable[[], object]:
+    """Attach a tcx program that answers NEXT; skips where the kernel has no tcx."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(attach_tcx(netns, device, Direction.INGRESS, load_program(), first=False))
+    return stack.close
 
 
 def _add_nftables(netns: str, family: int, *objects: tuple[int, bytes]) -> Callable[[], object]:
