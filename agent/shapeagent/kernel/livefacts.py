@@ -118,7 +118,7 @@ def answer_for(
     return DeviceAnswers(
         kind=facts.kind,
         root=f"{root.kind} {root.handle >> 16:x}:" if root else "",
-        default_root=not _is_shaped(nodes),
+        default_root=not is_shaped(nodes),
         has_fq=any(node.kind == "fq" for node in nodes),
         hook=hook,
         filters=tuple(str(one) for one in found if one not in ours),
@@ -131,12 +131,12 @@ def answer_for(
         gso_max_bytes=facts.gso_ipv4_max_size or facts.gso_max_size,
         attached=attached,
         shaped_neighbours=tuple(
-            name for name, index in neighbours.items() if _is_shaped(trees.get(index, []))
+            name for name, index in neighbours.items() if is_shaped(trees.get(index, []))
         ),
     )
 
 
-def _is_shaped(nodes: Collection[TreeNode]) -> bool:
+def is_shaped(nodes: Collection[TreeNode]) -> bool:
     """Return whether someone set the root: what the kernel makes by itself has handle 0."""
     return any(node.handle >> 16 for node in nodes if node.parent != TC_H_CLSACT)
 

@@ -23,7 +23,8 @@ from shapeagent.kernel.rtnl import (
 _IFINFOMSG = struct.Struct("=BxHiII")  # family, hardware type, index, flags, change
 _IFADDRMSG = struct.Struct("=4BI")  # family, prefix length, flags, scope, index
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
-_IFLA_LINK, _IFLA_MASTER, _IFLA_LINKINFO, _IFLA_INFO_KIND = 5, 10, 18, 1
+_IFLA_IFNAME, _IFLA_LINK, _IFLA_MASTER, _IFLA_LINKINFO, _IFLA_INFO_KIND = 3, 5, 10, 18, 1
+_IFLA_LINK_NETNSID = 37
 _ARPHRD_LOOPBACK = 772
 _IFF_UP, _IFF_LOWER_UP = 0x1, 0x10000
 _ON_A_PARENT = ("vlan", "macvlan", "ipvlan")  # of these IFLA_LINK is the device below
@@ -42,6 +43,7 @@ class LinkPlace:
     parent: int  # the device that a VLAN stands on; 0 = none
     running: bool  # up, with carrier
     loopback: bool
+    name: str = ""
 
 
 def read_session_address(
@@ -103,13 +105,16 @@ def _parse_place(body: bytes) -> LinkPlace:
     info = parse_attributes(attributes.get(_IFLA_LINKINFO, b""))
     kind = parse_text(info.get(_IFLA_INFO_KIND, b""))
     running = _IFF_UP | _IFF_LOWER_UP
+    # in another namespace its number is nobody's here
+    has_parent = kind in _ON_A_PARENT and _IFLA_LINK_NETNSID not in attributes
     return LinkPlace(
         index=index,
         kind=kind,
         master=_number(attributes, _IFLA_MASTER),
-        parent=_number(attributes, _IFLA_LINK) if kind in _ON_A_PARENT else 0,
+        parent=_number(attributes, _IFLA_LINK) if has_parent else 0,
         running=flags & running == running,
         loopback=hardware_type == _ARPHRD_LOOPBACK,
+        name=parse_text(attributes.get(_IFLA_IFNAME, b"")),
     )
 
 

@@ -10,6 +10,13 @@ from shapeagent.model.hostfacts import DeviceAnswers, HostFacts, InterfaceFacts,
 from shapeagent.model.reports import Finding, Severity
 from shapeagent.model.units import format_rate
 from shapeagent.policy.doctor import ok
+from shapeagent.policy.placement import (
+    OVERHEAD_BYTES,
+    Place,
+    double_shaping,
+    judge_placement,
+    on_the_way,
+)
 
 _RDMA_ACTIVE_BITS_PER_S = 1_000_000  # less is keep-alives
 _SEGMENT_HARM_US = 25.0  # as segment_limit = auto (design §4)
@@ -18,9 +25,6 @@ _JUMBO_BYTES = 1_500
 _MIN_IPV6_MTU = 1_280
 _ONE_LOCK_QUEUES = 8
 _ONE_LOCK_BITS_PER_S = 25_000_000_000
-#: Device type → bytes that its header takes from the MTU of the device below.
-_OVERHEAD_BYTES = {"vxlan": 50, "geneve": 50, "gre": 24, "wireguard": 80}
-_TUNNELS = (*_OVERHEAD_BYTES, "ipip", "sit", "tun")
 
 
 def examine_device(
@@ -167,119 +171,28 @@ def _examine_placement(
     answers: DeviceAnswers | None,
     others: Mapping[str, InterfaceFacts],
 ) -> Iterator[Finding]:
-    name = device.name
-    below = ", ".join(device.lowers)
-    carriers = _carriers(device, others)
-    master = others.get(device.master)
-    master_kind = master.kind if master else ""
-    if kind in ("bond", "team"):
-        yield _misplaced(
-            "placement-bond",
-            name,
-            f"{name} is a {kind} of {below or 'no device'}.",
-            "Packets wait in the queues of its members; a tree on top has one lock for all, and "
-            "sees no member's backlog.",
-            carriers,
-        )
-    elif kind == "bridge":
-        yield _misplaced(
-            "placement-bridge",
-            name,
-            f"{name} is a bridge of {below or 'no device'}.",
-            "Only this host's own packets pass its queue; what it forwards goes from port to port.",
-            carriers,
-        )
-    elif kind in ("vlan", "macvlan", "ipvlan"):
-        yield _misplaced(
-            "placement-vlan",
-            name,
-            f"{name} is a {kind} on {below or 'another device'}.",
-            "It shares the wire with everything else on that device, which a tree here does not "
-            "see; tags are no obstacle below.",
-            carriers,
-        )
-    elif kind in _TUNNELS:
-        yield Finding(
-            "placement-tunnel",
-            Severity.INFO,
-            name,
-            f"{name} is a tunnel ({kind}).",
-            "Here packets are seen without the outer header, on the device below only with it.",
-            "ip route get ADDRESS shows the device below, which carries the queue",
-        )
-    elif master_kind in ("bond", "team") and master is not None:
-        members = ", ".join(master.lowers) or name
-        yield Finding(
-            "placement-member",
-            Severity.INFO,
-            name,
-            f"{name} is a member of {master.name} ({members}).",
-            "This is the right place, on every member: each carries a part of the traffic.",
-            "; ".join(f"shapectl attach {one}" for one in master.lowers or (name,)),
-        )
-    elif master_kind == "bridge" and master is not None:
-        yield Finding(
-            "placement-port",
-            Severity.INFO,
-            name,
-            f"{name} is a port of bridge {master.name}.",
-            "What the bridge forwards has no socket: cgroup and mark rules do not see it, and its "
-            "packets may be longer than the segment limit.",
-            "attach on the host side of each pod's veth too, or use port and address rules",
-        )
-    elif not device.placed:
-        yield Finding(
-            "placement-unknown",
-            Severity.INFO,
-            name,
-            f"Whether {name} belongs to a bond or bridge could not be seen.",
-            "A queue on the wrong one of them holds nothing.",
-            "sudo shapectl doctor",
-        )
-    else:
-        yield ok("placement", _placement_text(device), name)
-    yield from _double_shaping(device, answers)
+    places = {name: _place(facts) for name, facts in others.items()}
+    places[device.name] = place = dataclasses.replace(_place(device), kind=kind)
+    yield judge_placement(place, places)
+    if answers is not None:
+        yield from double_shaping(device.name, places, answers.shaped_neighbours)
 
 
-def _carriers(device: InterfaceFacts, others: Mapping[str, InterfaceFacts]) -> tuple[str, ...]:
-    """Return the devices at the bottom that carry its packets: hardware where there is some."""
-    found: dict[str, bool] = {}
-    wanted = list(device.lowers)
-    while wanted:
-        name = wanted.pop(0)
-        below = others[name].lowers if name in others else ()
-        wanted += [one for one in below if one not in found]
-        found[name] = not below
-    bottom = [name for name, is_bottom in found.items() if is_bottom]
-    hardware = [name for name in bottom if name in others and others[name].hardware]
-    return tuple(hardware or bottom)
+def neighbours(device: InterfaceFacts, others: Mapping[str, InterfaceFacts]) -> tuple[str, ...]:
+    """Return the devices above and below one that carry its packets too."""
+    return on_the_way(device.name, {name: _place(facts) for name, facts in others.items()})
 
 
-def _placement_text(device: InterfaceFacts) -> str:
-    if device.uppers:
-        return f"{device.name} carries {', '.join(device.uppers)}: the right place"
-    return f"{device.name} is no part of a bond, bridge or VLAN"
-
-
-def _misplaced(identity: str, name: str, what: str, why: str, better: tuple[str, ...]) -> Finding:
-    fix = "; ".join(f"shapectl attach {one}" for one in better)
-    return Finding(identity, Severity.WARNING, name, what, why, fix or f"ip -d link show {name}")
-
-
-def _double_shaping(device: InterfaceFacts, answers: DeviceAnswers | None) -> Iterator[Finding]:
-    if answers is None:
-        return
-    near = (*device.lowers, *device.uppers)
-    for other in near:
-        if other in answers.shaped_neighbours:
-            yield Finding(
-                "double-shaping",
-                Severity.WARNING,
-                device.name,
-                f"{other}, on the same way, has a qdisc tree of its own.",
-                "Packets would wait in two trees, and the second undoes the order of the first.",
-                f"tc qdisc show dev {other}; attach to one of the two only",
-            )
+def _place(device: InterfaceFacts) -> Place:
+    return Place(
+        name=device.name,
+        kind=device.kind,
+        hardware=device.hardware,
+        master=device.master,
+        lowers=device.lowers,
+        uppers=device.uppers,
+        known=device.placed,
+    )
 
 
 def _examine_owners(device: InterfaceFacts, answers: DeviceAnswers) -> Iterator[Finding]:
@@ -492,7 +405,7 @@ def _examine_mtu(
     name, mtu = device.name, device.mtu
     problems = False
     for other in (others[one] for one in device.lowers if one in others):
-        least = other.mtu - _OVERHEAD_BYTES.get(kind, 0)
+        least = other.mtu - OVERHEAD_BYTES.get(kind, 0)
         uneven = kind in ("bond", "team", "bridge") and mtu != other.mtu
         if mtu > least or uneven:
             problems = True

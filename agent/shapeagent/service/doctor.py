@@ -23,7 +23,7 @@ from shapeagent.model.hostfacts import (
 from shapeagent.model.reports import DoctorReport, Finding, Severity
 from shapeagent.model.types import DeviceFacts
 from shapeagent.policy.doctor import examine_host
-from shapeagent.policy.doctor_device import examine_device, examine_rdma
+from shapeagent.policy.doctor_device import examine_device, examine_rdma, neighbours
 from shapeagent.service.state import RUN_DIR
 
 _RDMA_WINDOW_S = 0.1
@@ -146,7 +146,7 @@ def _answers(
     known = {one.name: one for one in interfaces}
     found = {}
     for name in names:
-        near = (*known[name].lowers, *known[name].uppers)
+        near = neighbours(known[name], known)
         try:
             facts = link.read_device(rtnl, name)
             found[name] = livefacts.answer_for(
