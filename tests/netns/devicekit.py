@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices above a veth pair."""
+"""Devices above a veth pair, and what happens to devices."""
 
 from __future__ import annotations
 
-from enginekit import wait_until
+import array
+import contextlib
+import fcntl
+import struct
+
+from enginekit import open_socket, wait_until
 from netlab import VethPair, ip
 
 VLAN_ID = 5
+_SIOCETHTOOL = 0x8946
+_GET_CHANNELS, _SET_CHANNELS = 0x3C, 0x3D  # struct ethtool_channels: max and count of rx, tx, …
 
 
 def turned_round(pair: VethPair) -> VethPair:
@@ -48,3 +55,21 @@ def add_vlan(pair: VethPair, reorder: str) -> VethPair:
             f"{above.device} up",
         )
     return vlan
+
+
+def rename(netns: str, device: str, name: str) -> None:
+    """Rename a device as the kernels of all versions let one: while it is down."""
+    ip("link", "set", device, "down", netns=netns)
+    ip("link", "set", device, "name", name, netns=netns)
+    ip("link", "set", name, "up", netns=netns)
+    wait_until(lambda: "state UP" in ip("link", "show", name, netns=netns), f"{name} up")
+
+
+def set_tx_channels(netns: str, device: str, count: int) -> None:
+    """Do what `ethtool -L DEVICE tx COUNT` does."""
+    with contextlib.closing(open_socket(netns)) as one:
+        data = array.array("I", [_GET_CHANNELS, *[0] * 8])
+        request = struct.pack("=16sQ16x", device.encode(), data.buffer_info()[0])
+        fcntl.ioctl(one.fileno(), _SIOCETHTOOL, request)
+        data[0], data[6] = _SET_CHANNELS, count
+        fcntl.ioctl(one.fileno(), _SIOCETHTOOL, request)

@@ -92,7 +92,7 @@ def test_a_broken_ifb_loses_packets_until_its_lease_ends_and_no_longer(
 ) -> None:
     """bpf-facts row 4: a redirect to an IFB that is down or gone loses the packet.
 
-    The lease bounds it; status says so at once.
+    The lease bounds it; status says so at once, and attaching again repairs it (F40).
     """
     one = bench()
     one.attach(ingress="ifb", ingress_lease_s=1.2)
@@ -114,9 +114,12 @@ def test_a_broken_ifb_loses_packets_until_its_lease_ends_and_no_longer(
         )
         stuck = sink.received
         wait_until(lambda: sink.received > stuck + 100, "traffic after the lease")
-    with pytest.raises(ConflictError) as caught:  # a broken redirect is not renewed
-        one.attach(ingress="ifb")
-    assert caught.value.reference == "attachment-damaged", f"got {caught.value.reference}"
+        repaired = one.attach(ingress="ifb").repaired
+        assert len(repaired) == 1, f"got {repaired}, want the IFB"
+        assert one.status().problems == (), f"got {one.status().problems}, want none"
+        stale = one.reasons("ingress")["ifb-lease-expired"]
+        wait_growth(lambda: sink.received, 100, "traffic by way of the IFB again")
+        assert one.reasons("ingress")["ifb-lease-expired"] == stale, "got policing under a lease"
     print(f"IFB {damage}: {'nothing' if lost else 'traffic'} passed under the lease")
     assert any(name in text and "lost" in text for text in problems), f"got {problems}"
     report = one.engine.detach(one.device)

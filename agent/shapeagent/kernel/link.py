@@ -54,6 +54,7 @@ _IFB_TRIES = 8
 
 _IFINFOMSG = struct.Struct("=BxHiII")  # family, ARPHRD type, index, flags, change
 _IFF_UP = 1
+_IFF_LOWER_UP = 0x10000
 _ARPHRD_WITH_HEADER = (1, 772)  # ETHER, LOOPBACK: a 14-byte link-layer header
 _IFLA_IFNAME = 3
 _IFLA_MTU = 4
@@ -291,7 +292,7 @@ def create_ifb(rtnl: Rtnl, device: str, *, queues: int = 1) -> DeviceFacts:
     facts = read_device(rtnl, name)
     body = _IFINFOMSG.pack(0, 0, facts.index, 0, 0)
     try:
-        rtnl.request(RTM_NEWLINK, 0, body + attribute_text(_IFLA_IFALIAS, IFB_ALIAS + device))
+        mark_ifb(rtnl, facts.index, device)
         with contextlib.suppress(NetlinkRefusal):  # no IPv6 here: nothing to silence
             rtnl.request(RTM_NEWLINK, 0, body + _NO_IPV6_ADDRESS)
         set_up(rtnl, facts.index)
@@ -301,6 +302,18 @@ def create_ifb(rtnl: Rtnl, device: str, *, queues: int = 1) -> DeviceFacts:
             raise
         raise named_error(error, "mark the IFB", name) from error
     return read_device_by_index(rtnl, facts.index)
+
+
+def mark_ifb(rtnl: Rtnl, index: int, device: str) -> None:
+    """Return when an IFB of ours says that it is the one of `device`, which has a new name.
+
+    Raises: FailedError interface-gone.
+    """
+    body = _IFINFOMSG.pack(0, 0, index, 0, 0)
+    try:
+        rtnl.request(RTM_NEWLINK, 0, body + attribute_text(_IFLA_IFALIAS, IFB_ALIAS + device))
+    except OSError as error:
+        raise named_error(error, "mark the IFB", f"device {index}") from error
 
 
 def find_ifbs(rtnl: Rtnl, device: str) -> tuple[LinkIdentity, ...]:
@@ -412,6 +425,7 @@ def _parse_facts(rtnl: Rtnl, body: bytes) -> DeviceFacts:
         gso_ipv4_max_size=None if ipv4 is None else int(struct.unpack_from("=I", ipv4)[0]),
         hardware_classes=_read_hardware_classes(rtnl, name, index),
         egress_qos_map=kind == "vlan" and bool(data.get(_IFLA_VLAN_EGRESS_QOS)),
+        carrier=bool(flags & _IFF_LOWER_UP),
     )
 
 

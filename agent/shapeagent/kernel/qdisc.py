@@ -222,21 +222,78 @@ def change_class(rtnl: Rtnl, index: int, handle: int, wanted: HtbClassPlan) -> N
         raise named_error(error, "change the class", f"device {index}") from error
 
 
-def change_leaf(rtnl: Rtnl, index: int, parent: int, wanted: LeafPlan) -> None:
-    """Return when target and interval of a living fq_codel are the wanted ones; its queue stays.
+def change_tree(rtnl: Rtnl, index: int, plan: TreePlan) -> None:
+    """Return when every number of a living tree of ours is the planned one; its queues stay.
 
-    Its limits stay too: lowering one drops what lies above it (fq_codel_change()
-    in net/sched/sch_fq_codel.c).
+    Of fq_codel the limits stay, see `change_leaf`.
+
+    Raises: FailedError class-gone, interface-gone.
+    """
+    for node in plan.classes:
+        change_class(rtnl, index, plan.handle, node)
+        if node.leaf is not None:
+            change_leaf(rtnl, index, plan.handle << 16 | node.minor, node.leaf)
+    changes: list[tuple[str, bytes]] = []
+    if plan.tbf_rate_bytes_per_s:
+        body = _qdisc(index, "tbf", TC_H_ROOT, plan.handle << 16, _tbf_options(plan))
+        changes.append(("change the tbf", body))
+    if plan.fq is not None:
+        for queue, parent in _fq_places(plan):
+            handle = plan.handle << 16 if parent == TC_H_ROOT else 0
+            body = _qdisc(index, "fq", parent, handle, _fq_options(plan.fq))
+            changes.append((f"change the fq of queue {queue}", body))
+    for what, body in changes:
+        try:
+            rtnl.request(RTM_NEWQDISC, 0, body)
+        except OSError as error:
+            raise named_error(error, what, f"device {index}") from error
+    for band, leaf in enumerate(plan.bands):
+        change_leaf(rtnl, index, _prio_handle(plan) << 16 | (band + 1), leaf)
+
+
+def rebuild_leaves(rtnl: Rtnl, index: int, plan: TreePlan) -> tuple[int, ...]:
+    """Return the transmit queues of edt's mq that have their fq again.
+
+    Where a queue has none (its packets are lost: noop) or one that the kernel
+    made. What someone else put there stays.
+
+    Raises: FailedError interface-gone; UnsupportedError qdisc-missing.
+    """
+    if plan.fq is None or plan.queues <= 1:
+        return ()
+    found = {message.parent: message for message in _dump(rtnl, RTM_GETQDISC, index)}
+    rebuilt = []
+    for queue, parent in _fq_places(plan):
+        leaf = found.get(parent)
+        if leaf is not None and leaf.handle >> 16:
+            continue
+        body = _qdisc(index, "fq", parent, 0, _fq_options(plan.fq))
+        try:
+            rtnl.request(RTM_NEWQDISC, NLM_F_CREATE | NLM_F_REPLACE, body)
+        except OSError as error:
+            raise named_error(error, f"rebuild the fq of queue {queue}", str(index)) from error
+        rebuilt.append(queue)
+    return tuple(rebuilt)
+
+
+def change_leaf(rtnl: Rtnl, index: int, parent: int, wanted: LeafPlan) -> None:
+    """Return when the numbers of a living queue are the wanted ones; what it holds stays.
+
+    Of a bfifo its limit, of a fq_codel target and interval: lowering a limit of
+    that drops what lies above it (fq_codel_change() in net/sched/sch_fq_codel.c).
 
     Args:
         parent: handle of the class above it.
     Raises: FailedError class-gone, interface-gone.
     """
-    options = nested(
-        TCA_OPTIONS,
-        attribute_u32(_TCA_FQ_CODEL_TARGET, wanted.target_us),
-        attribute_u32(_TCA_FQ_CODEL_INTERVAL, wanted.interval_us),
-    )
+    if wanted.kind == "bfifo":
+        options = _leaf_options(wanted)
+    else:
+        options = nested(
+            TCA_OPTIONS,
+            attribute_u32(_TCA_FQ_CODEL_TARGET, wanted.target_us),
+            attribute_u32(_TCA_FQ_CODEL_INTERVAL, wanted.interval_us),
+        )
     try:
         rtnl.request(RTM_NEWQDISC, 0, _qdisc(index, wanted.kind, parent, 0, options))
     except NetlinkRefusal as error:
@@ -668,8 +725,10 @@ def _check_htb_class(found: TcMessage, plan: HtbClassPlan, major: int) -> None:
     _expect(f"{name} overhead", (rate[2], ceil[2]), (plan.overhead_bytes, plan.overhead_bytes))
     _expect(f"{name} burst", buffer, burst_ticks(plan.burst_bytes, plan.rate_bytes_per_s))
     _expect(f"{name} cburst", cbuffer, burst_ticks(plan.cburst_bytes, plan.ceil_bytes_per_s))
-    _expect(f"{name} quantum", quantum, plan.quantum_bytes)
-    _expect(f"{name} prio", priority, plan.priority)
+    if plan.leaf is not None:
+        # of others the kernel uses neither, and keeps those of their making (htb_change_class())
+        _expect(f"{name} quantum", quantum, plan.quantum_bytes)
+        _expect(f"{name} prio", priority, plan.priority)
 
 
 def _rate(attributes: dict[int, bytes], kind: int, rate32: int) -> int:

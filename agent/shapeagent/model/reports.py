@@ -96,6 +96,7 @@ class AttachReport:
     source_digest: str
     unconfirmed_s: float | None = None  # seconds until it is undone unless confirmed
     undone_by: str = ""  # what waits for that
+    repaired: tuple[str, ...] = ()  # what was taken up in place, where it was attached already
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,6 +181,7 @@ class DeviceFacts:
     gso_ipv4_max_size: int | None  # None before 6.3
     hardware_classes: int = 0  # num_tc of an mqprio map
     egress_qos_map: bool = False  # a VLAN that maps skb->priority
+    carrier: bool = True  # False while it is down, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,14 @@ from shapeagent.kernel.clock import JiffiesClock
 from shapeagent.kernel.compile import Image, LoadedProgram, find_image, load_image, read_source
 from shapeagent.kernel.datapath import Datapath
 from shapeagent.kernel.guardian import stop_guardian
+from shapeagent.kernel.identity import read_identity
 from shapeagent.kernel.probe import ensure_bpffs
 from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.model.errors import ConflictError, FailedError, ShapeError
 from shapeagent.model.reports import AttachReport, AttachRequest
 from shapeagent.model.types import DeviceFacts, Direction, IngressMode, Policy, Profile
 from shapeagent.policy.rules import compile_rules
-from shapeagent.service import confirming, detaching, selftest
+from shapeagent.service import confirming, detaching, following, selftest
 from shapeagent.service.ceilings import ceiling_states, class_words, initial_ceilings, tree_of
 from shapeagent.service.describing import interface_status
 from shapeagent.service.detaching import restore_gso
@@ -36,6 +37,7 @@ from shapeagent.service.hook import (
 )
 from shapeagent.service.planning import Wanted, make_plan
 from shapeagent.service.records import config_record, rule_write
+from shapeagent.service.repairing import repair
 from shapeagent.service.restoring import put_root_back, take_over, undo_text
 from shapeagent.service.state import AttachState, StateDir
 
@@ -76,6 +78,10 @@ def attach(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> AttachReport:
     """Attach a device; see Engine.attach."""
     started = time.monotonic()
     wanted = make_plan(engine, rtnl, request)
+    for remains in following.remains_of(engine, rtnl, wanted.device):
+        for text in following.clear_remains(engine, rtnl, remains):
+            engine.progress(text)
+        wanted = make_plan(engine, rtnl, request)  # its segment limits are what they were
     key = engine.key_of(rtnl, wanted.device.index)
     store = StateDir(engine.run_dir, key)
     state = store.read()
@@ -169,6 +175,7 @@ def _initial_state(engine: Engine, wanted: Wanted, image: Image) -> AttachState:
         facts=wanted.device,
         kernel=wanted.kernel,
         attached_unix_s=time.time(),
+        device_identity=read_identity(engine.netns, wanted.device.name, wanted.device.index),
         gso_before=wanted.gso_before if wanted.gso_wanted != wanted.gso_before else None,
         ceilings=initial_ceilings(wanted.policy, wanted.link_rate_bits_per_s),
     )
@@ -400,6 +407,8 @@ def _attach_again(
     """Attached already: renew, take up a changed policy in place, or refuse."""
     from shapeagent.service.engine import Attached
 
+    facts = following.require_present(engine.netns, rtnl, state)
+    state, repaired = repair(engine, rtnl, store, state, facts)
     _refuse_other_shape(state, wanted)
     attached = Attached(engine, rtnl, store, state, store.folder.name)
     try:
@@ -425,7 +434,8 @@ def _attach_again(
         attached.close()
     return AttachReport(
         plan=wanted.report,
-        changed=changed,
+        changed=changed or bool(repaired),
+        repaired=repaired,
         compiled=False,
         compile_s=0.0,
         total_s=round(time.monotonic() - started, 4),
@@ -453,7 +463,7 @@ def _refuse_other_shape(state: AttachState, wanted: Wanted) -> None:
     """What cannot be changed in place needs a detach first."""
     pairs = (
         ("profile", state.profile, wanted.profile.value),
-        ("ingress", state.ingress, wanted.ingress.value),
+        ("ingress", _ingress_asked(state), wanted.ingress.value),
         ("hook", state.hook, wanted.hook.value),
         ("shadow", state.shadow, wanted.policy.shadow),
         ("link rate", state.link_rate_bits_per_s, wanted.link_rate_bits_per_s),
@@ -477,6 +487,11 @@ def _refuse_other_shape(state: AttachState, wanted: Wanted) -> None:
             f"{state.device} runs a classifier of another version.",
             hint=f"shapectl detach {state.device}, then attach again",
         )
+
+
+def _ingress_asked(state: AttachState) -> str:
+    """Return what was asked for; by now it may be policing, for want of an IFB."""
+    return IngressMode.IFB.value if state.request.get("ingress") == "ifb" else state.ingress
 
 
 def _names(policy: Policy) -> list[str]:

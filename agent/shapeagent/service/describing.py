@@ -10,7 +10,8 @@ from shapeagent.kernel.cgroup import find_cgroup
 from shapeagent.kernel.link import read_device_by_index, read_gso
 from shapeagent.model.errors import ShapeError
 from shapeagent.model.reports import ClassStatus, InterfaceStatus
-from shapeagent.model.types import Direction, Hook, Profile
+from shapeagent.model.types import DeviceFacts, Direction, Hook, Profile
+from shapeagent.policy.following import chooses_hardware
 from shapeagent.policy.plan import (
     TC_PRIO_BESTEFFORT,
     TC_PRIO_BULK,
@@ -20,7 +21,7 @@ from shapeagent.policy.plan import (
     twin_minor,
 )
 from shapeagent.policy.rules import compile_rules
-from shapeagent.service import selftest
+from shapeagent.service import following, selftest
 from shapeagent.service.ceilings import ceiling_states
 from shapeagent.service.confirming import read_pending
 from shapeagent.service.hook import PROGRAMS, Place, list_ingress_sharers
@@ -170,13 +171,20 @@ def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
     reasons = {
         direction.value: attached.datapath.reasons(direction.number) for direction in Direction
     }
-    programs, problems = _programs(attached)
-    problems += _problems(attached, netns)
-    reaches = _reaches(attached)
-    problems += [str(one) for one in reaches if one.is_hidden and one.ahead]
+    where = following.look(netns, attached.rtnl, state)
+    programs: dict[str, int] = {}
+    reaches: list[Reach] = []
+    if where.facts is None:
+        again = f"shapectl {following.netns_words(netns)}detach {state.device}"
+        problems = [f"{where.gone_text(state)}: {again} removes what is left of it"]
+    else:
+        programs, problems = _programs(attached)
+        problems += _problems(attached, netns, where.facts)
+        reaches = _reaches(attached)
+        problems += [str(one) for one in reaches if one.is_hidden and one.ahead]
     pending = read_pending(attached.store)
     return InterfaceStatus(
-        device=state.device,
+        device=where.facts.name if where.facts else state.device,
         index=state.index,
         netns=netns,
         profile=state.profile,
@@ -196,6 +204,7 @@ def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
         reasons=reasons,
         problems=tuple(problems),
         warnings=(
+            *_device_warnings(attached, where.facts),
             *_warnings(attached, rows, reasons),
             *(str(one) for one in reaches if not (one.is_hidden and one.ahead)),
         ),
@@ -234,13 +243,12 @@ def _programs(attached: Attached) -> tuple[dict[str, int], list[str]]:
     return programs, problems
 
 
-def _problems(attached: Attached, netns: str | None) -> list[str]:
+def _problems(attached: Attached, netns: str | None, facts: DeviceFacts) -> list[str]:
     state = attached.state
-    found: list[str] = []
-    try:
-        read_device_by_index(attached.rtnl, state.index)
-    except ShapeError:
-        return [f"interface {state.device} (index {state.index}) is gone"]
+    again = following.attach_words(state, facts.name)
+    found = [
+        f"{facts.name} {one.text}: {again} takes it up" for one in following.drifts_of(state, facts)
+    ]
     for direction in Direction:
         tree = attached.tree(direction)
         if tree is None:
@@ -255,6 +263,29 @@ def _problems(attached: Attached, netns: str | None) -> list[str]:
         found += _ifb_problems(attached, netns)
     if state.gso_set is not None and read_gso(attached.rtnl, state.index) != state.gso_set:
         found.append("someone changed the segment limits (gso_max_size)")
+    return found
+
+
+def _device_warnings(attached: Attached, facts: DeviceFacts | None) -> list[str]:
+    state = attached.state
+    if facts is None:
+        return []
+    found = []
+    if not facts.carrier:
+        found.append(
+            f"{facts.name} {'has no carrier' if facts.up else 'is down'}: nothing is sent; what "
+            "stands on it stays"
+        )
+    if chooses_hardware(facts, Profile(state.profile)) and not following.drifts_of(state, facts):
+        found.append(
+            f"no priorities are written, since {facts.name} chooses hardware queues by them: "
+            f"shapectl detach {facts.name}, then attach it with --profile htb or police"
+        )
+    if state.request.get("ingress") == "ifb" and state.ingress != "ifb":
+        found.append(
+            "what arrives is policed, since its IFB was lost: "
+            f"{following.attach_words(state, facts.name)} tries to make it again"
+        )
     return found
 
 
@@ -273,7 +304,8 @@ def _ifb_problems(attached: Attached, netns: str | None) -> list[str]:
     """A redirect to an IFB that is down or gone loses the packet (bpf-facts row 4)."""
     state = attached.state
     found = []
-    loss = "what arrives is lost until the redirect's lease ends"
+    again = following.attach_words(state, state.device)
+    loss = f"what arrives is lost until the redirect's lease ends; {again} repairs it"
     try:
         if not read_device_by_index(attached.rtnl, state.ifb_index).up:
             found.append(f"{state.ifb} is down: {loss}")

@@ -14,7 +14,7 @@ from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.model.errors import ConflictError, FailedError, InputError, ShapeError
 from shapeagent.model.reports import DetachReport
 from shapeagent.model.types import Direction, GsoLimits, Policy, TreePlan
-from shapeagent.service import confirming
+from shapeagent.service import confirming, following
 from shapeagent.service.ceilings import tree_of
 from shapeagent.service.documents import load_policy_text
 from shapeagent.service.hook import PROGRAMS, Place, other_programs
@@ -29,9 +29,9 @@ def detach(
     engine: Engine, rtnl: Rtnl, device: str, *, dry_run: bool, unless_confirmed: str | None = None
 ) -> DetachReport:
     """Detach a device; see Engine.detach."""
-    key, state = _find(engine, rtnl, device)
+    key, state = _find(engine, rtnl, device, unless_confirmed)
     if key is None:
-        return DetachReport(device, engine.netns, False, (), ("not attached",))
+        return DetachReport(device, engine.netns, False, (), _not_attached(engine, rtnl, device))
     pins = engine.bpffs_dir / key
     store = StateDir(engine.run_dir, key)
     pending = confirming.read_pending(store)
@@ -58,22 +58,60 @@ def detach(
     return DetachReport(device, engine.netns, not dry_run, tuple(steps), tuple(notes))
 
 
-def _find(engine: Engine, rtnl: Rtnl, device: str) -> tuple[str | None, AttachState | None]:
-    """Return the key and state of an attachment; a damaged state counts as none."""
-    try:
-        key: str | None = engine.key_of(rtnl, link.read_device(rtnl, device).index)
-    except InputError:
-        key = engine.key_by_name(rtnl, device)
-        if key is None:
-            raise
-    if not _is_known(engine, key):
-        key = engine.key_by_name(rtnl, device)
+def _find(
+    engine: Engine, rtnl: Rtnl, device: str, token: str | None
+) -> tuple[str | None, AttachState | None]:
+    """Return the key and state of an attachment; a damaged state counts as none.
+
+    The device's own; else what is left of one that is gone and had its name,
+    or of its own in the namespace that it came from; by an old name, where no
+    device has it now, that of the device which had it.
+
+    Args:
+        token: of the attach that waits for its confirmation, whatever its device is named now.
+    """
+    key = _key_of_pending(engine, rtnl, token) if token is not None else None
+    if key is None:
+        try:
+            facts = link.read_device(rtnl, device)
+        except InputError:
+            key = engine.key_by_name(rtnl, device)
+            if key is None:
+                raise
+        else:
+            key = engine.key_of(rtnl, facts.index)
+            if not _is_known(engine, key):
+                remains = following.remains_of(engine, rtnl, facts)
+                key = remains[0].key if remains else None
     if key is None:
         return None, None
     try:
         return key, StateDir(engine.run_dir, key).read()
     except FailedError:
         return key, None
+
+
+def _key_of_pending(engine: Engine, rtnl: Rtnl, token: str) -> str | None:
+    cookie = engine.key_of(rtnl, 0).partition("-")[0]
+    for key, _ in following.all_states(engine):
+        pending = confirming.read_pending(StateDir(engine.run_dir, key))
+        if key.partition("-")[0] == cookie and pending is not None and pending.token == token:
+            return key
+    return None
+
+
+def _not_attached(engine: Engine, rtnl: Rtnl, device: str) -> tuple[str, ...]:
+    """Return the note that it is not attached, and where the one went that had its name."""
+    key = engine.key_by_name(rtnl, device)
+    state = StateDir(engine.run_dir, key).read() if key is not None else None
+    facts = following.look(engine.netns, rtnl, state).facts if state is not None else None
+    if facts is None:
+        return ("not attached",)
+    words = following.netns_words(engine.netns)
+    return (
+        "not attached",
+        f"what was {device} at its attach is {facts.name} now: shapectl {words}detach {facts.name}",
+    )
 
 
 def _is_known(engine: Engine, key: str | None) -> bool:
@@ -132,13 +170,13 @@ def _undo_device(
     *,
     dry_run: bool,
 ) -> None:
-    index = state.index
-    try:
-        link.read_device_by_index(rtnl, index)
-    except ShapeError:
-        notes.append(f"{state.device} (index {index}) is gone, and what was on it with it")
-        if not dry_run:
-            _delete_ifbs(rtnl, state)
+    index, key = state.index, store.folder.name
+    where = following.locate(engine, rtnl, key, state)
+    if where.facts is None:
+        remains = following.Remains(key, state, where)
+        undone, said = following.undo_remains(engine, rtnl, remains, dry_run=dry_run)
+        steps += undone
+        notes += said
         return
 
     def do(text: str, action: Callable[[], object]) -> None:
@@ -162,8 +200,8 @@ def _undo_device(
             f"detach our {direction.value} program",
             partial(place.remove, direction, ids),
         )
-    if link.find_ifbs(rtnl, state.device):
-        do("delete our IFB", lambda: _delete_ifbs(rtnl, state))
+    if following.ifbs_of(engine, rtnl, key, state):
+        do("delete our IFB", lambda: _delete_ifbs(engine, rtnl, key, state))
     policy = _stored_policy(engine, rtnl, state, notes)
     tree = tree_of(policy, state, Direction.EGRESS) if policy else None
     trouble: ShapeError | None = None
@@ -240,9 +278,8 @@ def _keep_way_back(store: StateDir) -> tuple[str, ...]:
     return (f"What stood there before is kept in words of tc: {store.keep_undo()}",)
 
 
-def _delete_ifbs(rtnl: Rtnl, state: AttachState) -> None:
-    """Delete the IFB of a device, one too that an attach died before it could note."""
-    for found in link.find_ifbs(rtnl, state.device):
+def _delete_ifbs(engine: Engine, rtnl: Rtnl, key: str, state: AttachState) -> None:
+    for found in following.ifbs_of(engine, rtnl, key, state):
         link.delete_ifb(rtnl, found.index)
 
 

@@ -45,6 +45,7 @@ from shapeagent.service import (
     describing,
     detaching,
     explaining,
+    following,
     planning,
     residue,
     whitelisting,
@@ -73,6 +74,7 @@ class Attached:
     def __init__(
         self, engine: Engine, rtnl: Rtnl, store: StateDir, state: AttachState, key: str
     ) -> None:
+        self.engine = engine
         self.rtnl = rtnl
         self.store = store
         self.state = state
@@ -458,7 +460,13 @@ class Engine:
 
     def _open(self, rtnl: Rtnl, device: str) -> Attached:
         for key in self._keys(rtnl, device):
-            return self._open_key(rtnl, key)
+            attached = self._open_key(rtnl, key)
+            try:
+                following.require_present(self.netns, rtnl, attached.state)
+            except BaseException:
+                attached.close()
+                raise
+            return attached
         raise _not_attached(device)
 
     def _open_key(self, rtnl: Rtnl, key: str) -> Attached:

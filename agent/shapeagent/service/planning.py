@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shapeagent.kernel import filters, link, snapshot, tclines, tcx
+from shapeagent.kernel.pieces import require_pieces
 from shapeagent.kernel.probe import read_kernel_facts
 from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.kernel.snapshot import DeviceSnapshot
 from shapeagent.model.errors import ConflictError, InputError
-from shapeagent.model.reports import AttachPlan, AttachRequest, ClassPlanRow
+from shapeagent.model.reports import AttachPlan, AttachRequest, ClassPlanRow, Finding
 from shapeagent.model.types import (
     DeviceFacts,
     Direction,
@@ -42,12 +43,14 @@ from shapeagent.policy.plan import (
     slow_paced_classes,
     tbf_splits,
 )
+from shapeagent.service import following
 from shapeagent.service.ceilings import Enforcement
 from shapeagent.service.confirming import check_confirm
 from shapeagent.service.documents import load_policy_text, read_policy
 from shapeagent.service.hook import choose_hook, needs_clsact, other_programs, refuse_shared_hook
 from shapeagent.service.management import ManagementCheck, check_management
-from shapeagent.service.state import StateDir
+from shapeagent.service.placement import check_placement
+from shapeagent.service.state import AttachState
 
 if TYPE_CHECKING:
     from shapeagent.service.engine import Engine
@@ -74,6 +77,7 @@ class Wanted:
     management: ManagementCheck
     before: DeviceSnapshot
     report: AttachPlan
+    placement: tuple[Finding, ...] = ()  # that it stands in a wrong place
     not_in_lines: tuple[str, ...] = ()  # of the root taken over: what has no line of tc
 
     @property
@@ -95,22 +99,30 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
     check_confirm(request.confirm_s)
     device = link.read_device(rtnl, request.device)
     kernel = read_kernel_facts()
-    rate, rate_source = _link_rate(request, device)
+    state = following.state_of(engine, rtnl, device)
+    rate, rate_source = _link_rate(request, device, state)
     policy = _policy(request, rate)
     asked = _asked_profile(request)
-    profile, reason = choose_profile(device, kernel, asked, rate)
-    if policy.shadow:
+    if state is not None and state.request.get("profile") == request.profile:
+        # what stands stays, even where the choice would be another one today
+        profile, reason = Profile(state.profile), state.profile_reason
+    else:
+        profile, reason = choose_profile(device, kernel, asked, rate)
+    if policy.shadow and state is None:
         reason += "; shadow: no qdisc is touched"
     ingress = _ingress(request, device)
     enforcement = Enforcement.choose(profile, ingress, shadow=policy.shadow)
-    state = StateDir(engine.run_dir, engine.key_of(rtnl, device.index)).read()
     management = check_management(rtnl, device, own_netns=engine.netns is None)
     before = snapshot.take(rtnl, device.index, link.read_gso(rtnl, device.index))
+    placement: tuple[Finding, ...] = ()
     asked_hook = request.hook
     if state is not None and asked_hook is None:
         asked_hook = state.hook
     hook = choose_hook(asked_hook, has_tcx=tcx.is_supported())
     if state is None:
+        placement = check_placement(engine, rtnl, device, shadow=policy.shadow)
+        if needs_clsact(hook, ingress):
+            require_pieces(ifb=enforcement.ingress_tree is not None)
         if not request.yes_management:
             management.refuse_unconfirmed(device.name)
         _refuse_foreign(engine, rtnl, device, enforcement, before, takeover=request.takeover)
@@ -160,6 +172,7 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
         gso_wanted=capped_gso(gso, limit, device.mtu),
         egress_tree=tree,
         management=management,
+        placement=placement,
         # what stands there is ours, where we are attached already
         before=before if state is None else dataclasses.replace(before, objects=()),
         report=_EMPTY_REPORT,
@@ -191,16 +204,28 @@ _EMPTY_REPORT = AttachPlan(
 )
 
 
-def _link_rate(request: AttachRequest, device: DeviceFacts) -> tuple[int, str]:
+def _link_rate(
+    request: AttachRequest, device: DeviceFacts, state: AttachState | None
+) -> tuple[int, str]:
     if request.link_rate_bits_per_s is not None:
         return request.link_rate_bits_per_s, "given"
     if device.speed_bits_per_s:
-        return device.speed_bits_per_s, "read from the device"
+        return device.speed_bits_per_s, following.FROM_DEVICE
+    if state is not None and state.link_rate_source == following.FROM_DEVICE:
+        return state.link_rate_bits_per_s, state.link_rate_source  # until there is a carrier again
+    hint = f"shapectl attach {device.name} --link-rate 10gbit"
+    if not device.kind and not device.carrier:
+        raise InputError(
+            "link-rate-unknown",
+            f"{device.name} {'has no carrier' if device.up else 'is down'}, so its speed is not "
+            "known yet.",
+            hint=f"ip link set {device.name} up, and look at cable and switch; or: {hint}",
+        )
     raise InputError(
         "link-rate-unknown",
         f"{device.name} has no speed that can be believed"
         f"{f' (a {device.kind} device)' if device.kind else ''}.",
-        hint=f"shapectl attach {device.name} --link-rate 10gbit",
+        hint=hint,
     )
 
 
@@ -213,11 +238,12 @@ def _policy(request: AttachRequest, link_rate_bits_per_s: int) -> Policy:
     if request.ingress_mark_mask is not None:
         changes["ingress_mark_mask"] = request.ingress_mark_mask
     if request.segment_limit is not None:
-        changes["segment_limit_bytes"] = _segment_limit(request.segment_limit)
+        changes["segment_limit_bytes"] = asked_segment_limit(request.segment_limit)
     return dataclasses.replace(policy, **changes)  # type: ignore[arg-type]
 
 
-def _segment_limit(text: str) -> int | None:
+def asked_segment_limit(text: str) -> int | None:
+    """Return the segment limit of a request in bytes: None is auto, 0 off."""
     if text == "auto":
         return None
     return 0 if text == "off" else parse_size(text)
@@ -519,6 +545,9 @@ def _plan_warnings(wanted: Wanted) -> tuple[str, ...]:
         )
     if not wanted.device.up:
         found.append(f"{wanted.device.name} is down")
+    elif not wanted.device.carrier:
+        found.append(f"{wanted.device.name} has no carrier")
+    found += [f"{one.what} {one.why} Better: {one.fix}" for one in wanted.placement]
     if wanted.egress_tree is not None and wanted.egress_tree.fq is not None:
         found += _edt_warnings(wanted, wanted.egress_tree)
     limited = any(one.ingress_ceiling_bits_per_s for one in wanted.policy.classes)

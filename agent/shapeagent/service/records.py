@@ -19,6 +19,7 @@ from shapeagent.model.types import (
     TrafficClass,
     TreePlan,
 )
+from shapeagent.policy.following import chooses_hardware
 from shapeagent.policy.meters import LINK_BURST_NS, budget_for, cost_of, meter_for, pace_for
 from shapeagent.policy.rules import RuleTables
 
@@ -119,7 +120,9 @@ def config_record(
         control_class=policy.class_named(policy.control_class).number,
         ingress_mode=_INGRESS_MODES[ingress],
         class_count=len(policy.classes),
-        write_priority=profile is not Profile.POLICE and not policy.shadow,
+        write_priority=not (
+            profile is Profile.POLICE or policy.shadow or chooses_hardware(device, profile)
+        ),
     )
 
 

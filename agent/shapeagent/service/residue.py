@@ -20,6 +20,7 @@ from shapeagent.model.errors import FailedError, ShapeError
 from shapeagent.model.reports import ResidueItem, ResidueReport
 from shapeagent.model.types import Direction, GsoLimits
 from shapeagent.policy.plan import MAJOR
+from shapeagent.service.following import look
 from shapeagent.service.state import KEPT_UNDO_SUFFIX, AttachState, StateDir
 
 if TYPE_CHECKING:
@@ -100,11 +101,7 @@ def _is_there(key: str, state: AttachState, places: dict[int, tuple[str | None, 
     place = places.get(int(cookie)) if cookie.isdigit() else None
     if place is None:
         return True
-    try:
-        link.read_device_by_index(place[1], state.index)
-    except ShapeError:
-        return False
-    return True
+    return look(place[0], place[1], state).facts is not None
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -130,7 +127,10 @@ def _folders(
         fix = f"shapectl detach {device}" if device else f"rm -r -- {folder}"
         what = f"state of an attach that did not end or whose device is gone: {folder}"
         yield ResidueItem("state", what, fix, device, state.netns if state else None)
-        yield from _limits(StateDir(engine.run_dir, key), places)
+        if state is None or _is_there(key, state, places):
+            yield from _limits(StateDir(engine.run_dir, key), places)
+        else:
+            yield from _moved_limits(key, state, places)
     for path in _listed(engine.run_dir):
         if path.name.endswith(KEPT_UNDO_SUFFIX) and is_asked_for(path.name):
             yield ResidueItem(
@@ -165,6 +165,27 @@ def _limits(store: StateDir, places: dict[int, tuple[str | None, Rtnl]]) -> Iter
             device,
             netns,
         )
+
+
+def _moved_limits(
+    key: str, state: AttachState, places: dict[int, tuple[str | None, Rtnl]]
+) -> Iterator[ResidueItem]:
+    """Yield the segment limits that a device took along into another namespace."""
+    place = places.get(int(key.partition("-")[0]))
+    moved = look(place[0], place[1], state).moved if place is not None else None
+    before = state.gso_before
+    if moved is None or before is None:
+        return
+    with namespaces.open_rtnl(moved.netns) as there:
+        if link.read_gso(there, moved.index) == state.gso_set:
+            yield ResidueItem(
+                "segment-limit",
+                f"gso_max_size and gso_max_segs of {moved} are not as they were",
+                f"{tool_words('ip', moved.netns)} link set dev {moved.name} gso_max_size "
+                f"{before.max_size_bytes} gso_max_segs {before.max_segments}",
+                moved.name,
+                moved.netns,
+            )
 
 
 def _programs(known: _Known) -> tuple[list[ResidueItem], bool]:

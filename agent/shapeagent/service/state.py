@@ -80,6 +80,7 @@ class AttachState:
     whitelist_entries: int = 0
     whitelist_generation: int = 0
     missing_cgroups: tuple[str, ...] = ()
+    device_identity: int = 0  # kernel/identity.py; 0 = not known
 
     def to_json(self) -> str:
         """Return the state as JSON text."""

@@ -191,6 +191,8 @@ def _print_report(report: AttachReport) -> None:
         )
         verified = f", verified instructions: {counts}" if counts else ""
         print_line(f"  {report.total_s:.2f}s in all, {how}{verified}")
+    for text in report.repaired:
+        print_line(f"  repaired: {text}")
     words = _netns_words(plan)
     if report.unconfirmed_s is not None:
         print_line(
