@@ -74,18 +74,23 @@ def veth_pair(netns_factory: Callable[[], str]) -> Callable[..., VethPair]:
             ip("address", "add", f"{address4}/24", "dev", device, netns=netns)
             ip("address", "add", f"{address6}/64", "dev", device, "nodad", netns=netns)
             ip("link", "set", device, "up", netns=netns)
-        for netns, device, _, _ in ends:
-            _wait_until_up(netns, device)
+        for netns, device, _, address6 in ends:
+            _wait_until_up(netns, device, address6)
         return pair
 
     return create
 
 
-def _wait_until_up(netns: str, device: str, deadline_s: float = 5.0) -> None:
+def _wait_until_up(netns: str, device: str, address6: str, deadline_s: float = 5.0) -> None:
     """Return once the kernel has noticed the carrier; until then it flushes routes by itself."""
     end = time.monotonic() + deadline_s
-    while "state UP" not in ip("link", "show", device, netns=netns):
-        assert time.monotonic() < end, f"{device} in {netns} is not up after {deadline_s} s"
+    asked = (
+        (("link", "show", device), "state UP"),
+        (("-6", "route", "show", "table", "local"), address6),
+    )
+    for words, wanted in asked:
+        while wanted not in ip(*words, netns=netns):
+            assert time.monotonic() < end, f"{device} in {netns} is not up after {deadline_s} s"
 
 
 def _host_links() -> set[str]:

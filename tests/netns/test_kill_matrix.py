@@ -79,7 +79,7 @@ def traffic(one: Bench) -> Iterator[Callable[[], tuple[int, int]]]:
         yield lost
 
 
-@pytest.mark.parametrize("operation", ["attach", "detach"])
+@pytest.mark.parametrize("operation", ["attach", "detach", "swap"])
 @pytest.mark.parametrize("way", list(WAYS))
 def test_a_kill_at_any_step_is_undone_or_finished_by_the_next_command(
     one: Bench, killer: Killer, way: str, operation: str
@@ -92,7 +92,7 @@ def test_a_kill_at_any_step_is_undone_or_finished_by_the_next_command(
     outcomes = {"as before": 0, "attached": 0}
 
     def kill(number: int) -> bool:
-        if operation == "detach" and not (one.engine.run_dir / one.key / "state.json").exists():
+        if operation != "attach" and not (one.engine.run_dir / one.key / "state.json").exists():
             one.attach(**options)
         return killer.run(operation, number, **options)
 
@@ -110,7 +110,7 @@ def test_a_kill_at_any_step_is_undone_or_finished_by_the_next_command(
 
     with traffic(one) as lost:
         steps = each_step(kill, recover)
-        if operation == "attach":
+        if operation != "detach":
             one.engine.detach(one.device)
         lost_signal, lost_bulk = lost()
     assert one.host_state() == before

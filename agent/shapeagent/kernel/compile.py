@@ -193,9 +193,16 @@ def _write_cache(path: Path, raw: Mapping[str, Any]) -> None:
 
 
 def load_image(
-    image: Image, maps: Mapping[str, int], programs: tuple[str, ...] = PROGRAMS
+    image: Image,
+    maps: Mapping[str, int],
+    programs: tuple[str, ...] = PROGRAMS,
+    *,
+    begin_anew: bool = True,
 ) -> dict[str, LoadedProgram]:
     """Load programs of an image with the given maps (name → descriptor).
+
+    Args:
+        begin_anew: `set_again` too; not while other programs run with these maps.
 
     Raises:
         UnsupportedError: "verifier-refused" with the end of the verifier's log.
@@ -206,9 +213,9 @@ def load_image(
     try:
         for name in programs:
             loaded[name] = _load_one(name, image.programs[name], maps, btf_fd)
-            if name in PROGRAMS:  # where it begins anew after a pull
-                slot = PROGRAMS.index(name).to_bytes(4, "little")
-                bpf.update(maps["again"], slot, loaded[name].fd.to_bytes(4, "little"))
+        if begin_anew:
+            ours = {name: one.fd for name, one in loaded.items() if name in PROGRAMS}
+            set_again(maps, ours)
     except BaseException:
         bpf.close_all([program.fd for program in loaded.values()])
         raise
@@ -216,6 +223,13 @@ def load_image(
         if btf_fd >= 0:
             os.close(btf_fd)
     return loaded
+
+
+def set_again(maps: Mapping[str, int], programs: Mapping[str, int]) -> None:
+    """Say where each program (name → descriptor) begins anew after a pull."""
+    for name, fd in programs.items():
+        slot = PROGRAMS.index(name).to_bytes(4, "little")
+        bpf.update(maps["again"], slot, fd.to_bytes(4, "little"))
 
 
 def _load_one(

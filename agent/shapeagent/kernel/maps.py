@@ -186,6 +186,28 @@ class PinnedMaps(Mapping[str, int]):
         self._open.clear()
 
 
+def have_other_shapes(folder: Path) -> bool:
+    """Return whether a map that is pinned in a folder has another shape than this version's."""
+    for name in SHAPES:
+        try:
+            os.close(_open_one(folder, name))
+        except FileNotFoundError:
+            continue
+        except ConflictError:
+            return True
+    return False
+
+
+def copy_percpu(source: int, target: int, shape: MapShape, cpus: int) -> None:
+    """Copy every element of a per-CPU array into another of the same shape."""
+    value_bytes = shape.value_bytes * cpus
+    for index in range(shape.max_entries):
+        key = index.to_bytes(_U32, "little")
+        value = bpf.lookup(source, key, value_bytes)
+        if value is not None:
+            bpf.update(target, key, value)
+
+
 def _open_one(folder: Path, name: str) -> int:
     fd = bpf.get_pinned(str(folder / name))
     got, want = bpf.map_shape(fd), SHAPES[name]
@@ -194,7 +216,7 @@ def _open_one(folder: Path, name: str) -> int:
         raise ConflictError(
             "pin-differs",
             f"{folder / name}: got {got}, want {want}.",
-            hint="detach with the version that attached, or remove the pins by hand",
+            hint="of another version of shapectl: attach again, which swaps them in place",
         )
     return fd
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -13,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from shapeagent.kernel import abi, bpf, filters, link, maps, qdisc, routes
 from shapeagent.kernel.cgroup import find_cgroup
-from shapeagent.kernel.clock import JiffiesClock
-from shapeagent.kernel.compile import Image, LoadedProgram, find_image, load_image, read_source
+from shapeagent.kernel.compile import Image, LoadedProgram, find_image, load_image
 from shapeagent.kernel.datapath import Datapath
 from shapeagent.kernel.guardian import stop_guardian
 from shapeagent.kernel.identity import read_identity
@@ -24,10 +22,11 @@ from shapeagent.model.errors import ConflictError, FailedError, ShapeError
 from shapeagent.model.reports import AttachReport, AttachRequest
 from shapeagent.model.types import DeviceFacts, Direction, IngressMode, Policy, Profile
 from shapeagent.policy.rules import compile_rules
-from shapeagent.service import confirming, detaching, following, selftest
-from shapeagent.service.ceilings import ceiling_states, class_words, initial_ceilings, tree_of
+from shapeagent.service import confirming, detaching, following, selftest, swapping
+from shapeagent.service.ceilings import initial_ceilings, tree_of
 from shapeagent.service.describing import interface_status
 from shapeagent.service.detaching import restore_gso
+from shapeagent.service.filling import fill, ifb_lease, write_classes, write_config
 from shapeagent.service.hook import (
     PROGRAMS,
     Place,
@@ -36,7 +35,7 @@ from shapeagent.service.hook import (
     refuse_shared_hook,
 )
 from shapeagent.service.planning import Wanted, make_plan
-from shapeagent.service.records import config_record, rule_write
+from shapeagent.service.records import rule_write
 from shapeagent.service.repairing import repair
 from shapeagent.service.restoring import put_root_back, take_over, undo_text
 from shapeagent.service.state import AttachState, StateDir
@@ -216,7 +215,7 @@ def _build(
         store.write(state)
         state = _change_device(engine, rtnl, store, state, wanted, pins, undo)
         datapath = Datapath(opened, wanted.kernel.possible_cpus)
-        state = _fill(datapath, state, wanted)
+        state = fill(datapath, wanted.policy, state, wanted.request.ingress_lease_s)
         engine.progress("attaching the programs")
         if needs_clsact(wanted.hook, wanted.ingress):
             state = _add_clsact(rtnl, store, state, undo)
@@ -231,7 +230,7 @@ def _build(
     _reroute(engine, rtnl, store, state, wanted.request.reroute_ipv6)
     _read_back(rtnl, state, wanted, pins)
     if state.ifb_index:
-        ids = state.program_ids.values()
+        ids = state.our_ids
         refuse_shared_hook(rtnl, engine.netns, state.index, state.device, ids)
     state = dataclasses.replace(state, complete=True)
     store.write(state)
@@ -281,47 +280,8 @@ def _make_ifb(
     return state
 
 
-def _fill(datapath: Datapath, state: AttachState, wanted: Wanted) -> AttachState:
-    """Write rules, classes and configuration into maps that nobody reads yet."""
-    write, levels, missing = rule_write(compile_rules(wanted.policy), find_cgroup)
-    datapath.write_control(dataclasses.replace(datapath.read_control(), shadow=state.shadow))
-    datapath.replace_rules(write)
-    write_classes(datapath, wanted.policy, state)
-    datapath.write_config(
-        config_record(
-            wanted.policy,
-            wanted.device,
-            wanted.kernel,
-            profile=wanted.profile,
-            ingress=wanted.ingress,
-            segment_limit_bytes=wanted.segment_limit_bytes,
-            cgroup_levels=levels,
-            ifb_lease_jiffies=_ifb_lease(state, wanted.request.ingress_lease_s),
-            tree=wanted.egress_tree,
-        )
-    )
-    return dataclasses.replace(state, missing_cgroups=missing)
-
-
-def write_classes(datapath: Datapath, policy: Policy, state: AttachState) -> None:
-    """Write the record of every class in both directions."""
-    for direction in Direction:
-        ceilings = ceiling_states(state, direction)
-        tree = tree_of(policy, state, direction)
-        for one in policy.classes:
-            record = class_words(policy, state, direction, one.name, ceilings, tree)
-            datapath.write_class(direction.number, one.number, record)
-
-
-def _ifb_lease(state: AttachState, lease_s: float) -> int:
-    if not state.ifb_index:
-        return 0
-    with contextlib.closing(JiffiesClock()) as clock:
-        return clock.read() + max(1, round(lease_s * 1e9 / state.kernel.jiffy_ns))
-
-
 def _add_clsact(rtnl: Rtnl, store: StateDir, state: AttachState, undo: _Undo) -> AttachState:
-    index, ids = state.index, tuple(state.program_ids.values())
+    index, ids = state.index, state.our_ids
     # the journal first: who is killed in between leaves a clsact, and a detach must know whose
     state = dataclasses.replace(state, clsact_created=not filters.has_clsact(rtnl, index))
     store.write(state)
@@ -344,7 +304,7 @@ def _add_clsact(rtnl: Rtnl, store: StateDir, state: AttachState, undo: _Undo) ->
 def _add_programs(
     place: Place, state: AttachState, programs: dict[str, LoadedProgram], undo: _Undo
 ) -> None:
-    ids = tuple(state.program_ids.values())
+    ids = state.our_ids
     for direction, name in PROGRAMS.items():
         undo.add(partial(place.remove, direction, ids))
         place.add(direction, programs[name].fd)
@@ -408,6 +368,9 @@ def _attach_again(
     from shapeagent.service.engine import Attached
 
     facts = following.require_present(engine.netns, rtnl, state)
+    compiled, swapped = False, swapping.is_due(state, engine.bpffs_dir / store.folder.name)
+    if swapped:
+        state, compiled = swapping.swap(engine, rtnl, store, state)
     state, repaired = repair(engine, rtnl, store, state, facts)
     _refuse_other_shape(state, wanted)
     attached = Attached(engine, rtnl, store, state, store.folder.name)
@@ -428,15 +391,15 @@ def _attach_again(
             changed = _refresh_cgroups(attached)
         if state.ifb_index:
             config = attached.datapath.read_config()
-            config.ifb_lease_jiffies = _ifb_lease(state, wanted.request.ingress_lease_s)
+            config.ifb_lease_jiffies = ifb_lease(state, wanted.request.ingress_lease_s)
             attached.datapath.write_config(config)
     finally:
         attached.close()
     return AttachReport(
         plan=wanted.report,
-        changed=changed or bool(repaired),
-        repaired=repaired,
-        compiled=False,
+        changed=changed or swapped or bool(repaired),
+        repaired=(*(("other version of the classifier: swapped",) if swapped else ()), *repaired),
+        compiled=compiled,
         compile_s=0.0,
         total_s=round(time.monotonic() - started, 4),
         verified_instructions=dict(state.verified),
@@ -480,13 +443,6 @@ def _refuse_other_shape(state: AttachState, wanted: Wanted) -> None:
             details=differing,
             hint=f"shapectl detach {state.device}, then attach again",
         )
-    digest = read_source()[1]
-    if digest != state.source_digest:
-        raise ConflictError(
-            "other-version-attached",
-            f"{state.device} runs a classifier of another version.",
-            hint=f"shapectl detach {state.device}, then attach again",
-        )
 
 
 def _ingress_asked(state: AttachState) -> str:
@@ -528,18 +484,8 @@ def _take_up_policy(attached: Attached, wanted: Wanted) -> None:
                     parent = tree.handle << 16 | node.minor
                     qdisc.change_leaf(attached.rtnl, index, parent, node.leaf)
     write_classes(attached.datapath, policy, new)
-    config = config_record(
-        policy,
-        state.facts,
-        state.kernel,
-        profile=Profile(state.profile),
-        ingress=IngressMode(state.ingress),
-        segment_limit_bytes=state.segment_limit_bytes,
-        cgroup_levels=levels,
-        ifb_lease_jiffies=attached.datapath.read_config().ifb_lease_jiffies,
-        tree=wanted.egress_tree,
-    )
-    attached.datapath.write_config(config)
+    lease = attached.datapath.read_config().ifb_lease_jiffies
+    write_config(attached.datapath, policy, new, cgroup_levels=levels, ifb_lease_jiffies=lease)
     attached.datapath.replace_rules(write)
     attached.store.write_policy(policy.text)
     attached.save(new)

@@ -234,6 +234,9 @@ def _programs(attached: Attached) -> tuple[dict[str, int], list[str]]:
             continue
         if found is None:
             problems.append(f"our {direction.value} {what} is gone")
+        elif found in attached.state.spare_ids:
+            again = f"shapectl attach {attached.state.device}"
+            problems.append(f"a swap to another version did not end: {again} ends it")
         elif found != want:
             problems.append(
                 f"the {direction.value} {what} holds program {found}, not ours ({want})"
@@ -320,9 +323,7 @@ def _ifb_problems(attached: Attached, netns: str | None) -> list[str]:
     name = read_device_by_index(attached.rtnl, state.index).name
     found += [
         f"someone else uses the ingress hook, and what goes to {state.ifb} passes it by: {one}"
-        for one in list_ingress_sharers(
-            attached.rtnl, netns, state.index, name, filter_ids.values()
-        )
+        for one in list_ingress_sharers(attached.rtnl, netns, state.index, name, state.our_ids)
     ]
     return found
 

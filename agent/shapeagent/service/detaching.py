@@ -14,7 +14,7 @@ from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.model.errors import ConflictError, FailedError, InputError, ShapeError
 from shapeagent.model.reports import DetachReport
 from shapeagent.model.types import Direction, GsoLimits, Policy, TreePlan
-from shapeagent.service import confirming, following
+from shapeagent.service import confirming, following, swapping
 from shapeagent.service.ceilings import tree_of
 from shapeagent.service.documents import load_policy_text
 from shapeagent.service.hook import PROGRAMS, Place, other_programs
@@ -51,6 +51,7 @@ def detach(
         _undo_device(engine, rtnl, store, state, steps, notes, dry_run=dry_run)
     steps.append(f"remove the pins in {pins} and the state in {store.folder}")
     if not dry_run:
+        maps.remove_pins(swapping.next_pins(pins))
         maps.remove_pins(pins)
         if unless_confirmed is None:  # else that is who calls
             confirming.disarm(store)
@@ -188,7 +189,7 @@ def _undo_device(
         except ShapeError as error:
             notes.append(error.message)
 
-    ids = tuple(state.program_ids.values())
+    ids = state.our_ids
     place = Place.of(rtnl, state, engine.bpffs_dir / store.folder.name)
     if state.ifb_index:
         do(
@@ -306,7 +307,7 @@ def _drop_clsact(engine: Engine, rtnl: Rtnl, state: AttachState, notes: list[str
         rtnl,
         state.index,
         created_by_us=True,
-        has_other_programs=bool(other_programs(engine.netns, state.index)),
+        has_other_programs=bool(other_programs(engine.netns, state.index, state.our_ids)),
     )
     if not gone:
         notes.append("clsact stays: someone else uses it")

@@ -48,6 +48,7 @@ from shapeagent.service import (
     following,
     planning,
     residue,
+    swapping,
     whitelisting,
 )
 from shapeagent.service.ceilings import Enforcement, ceiling_states, class_words, tree_of
@@ -72,21 +73,28 @@ class Attached:
     """One attachment, open: state, policy, maps and netlink socket."""
 
     def __init__(
-        self, engine: Engine, rtnl: Rtnl, store: StateDir, state: AttachState, key: str
+        self,
+        engine: Engine,
+        rtnl: Rtnl,
+        store: StateDir,
+        state: AttachState,
+        key: str,
+        *,
+        pins: Path | None = None,
     ) -> None:
         self.engine = engine
         self.rtnl = rtnl
         self.store = store
         self.state = state
-        self.pins = engine.bpffs_dir / key
+        self.pins = pins or engine.bpffs_dir / key
         text = store.read_policy()
         self.policy = _as_attached(
             load_policy_text(text, state.policy_source, state.link_rate_bits_per_s), state
         )
         if not (self.pins / "ctl").exists():
             raise FileNotFoundError(self.pins / "ctl")
-        self._maps = maps.PinnedMaps(self.pins)
-        self.datapath = Datapath(self._maps, state.kernel.possible_cpus)
+        self.maps = maps.PinnedMaps(self.pins)
+        self.datapath = Datapath(self.maps, state.kernel.possible_cpus)
         self.clock = JiffiesClock()
         self._trees: dict[Direction, TreePlan | None] = {}
 
@@ -112,7 +120,7 @@ class Attached:
 
     def close(self) -> None:
         """Close every descriptor."""
-        self._maps.close()
+        self.maps.close()
         self.clock.close()
 
 
@@ -479,12 +487,13 @@ class Engine:
                 hint=f"shapectl attach {state.device if state else ''} undoes it and attaches "
                 "again; shapectl detach only undoes it",
             )
+        swapping.refuse_newer(state)
         if state.abi_version != abi.SHP_ABI_VERSION:
             raise ConflictError(
                 "other-version-attached",
-                f"{state.device} runs a classifier of another version, with maps of layout "
+                f"{state.device} runs a classifier of an earlier version, with maps of layout "
                 f"{state.abi_version}; this shapectl has {abi.SHP_ABI_VERSION}.",
-                hint=f"shapectl detach {state.device}, then attach again",
+                hint=f"shapectl attach {state.device} swaps it in place; no packet goes past it",
             )
         try:
             return Attached(self, rtnl, store, state, key)

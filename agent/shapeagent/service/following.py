@@ -76,7 +76,7 @@ def _is_same(netns: str | None, rtnl: Rtnl, state: AttachState, facts: DeviceFac
     now = identity.read_identity(netns, facts.name, facts.index)
     if now and state.device_identity:
         return now == state.device_identity
-    ids = set(state.program_ids.values())
+    ids = set(state.our_ids)
     for direction in Direction:
         found = [one.program_id for one in filters.list_filters(rtnl, facts.index, direction)]
         found += tcx.list_programs(netns, facts.index, direction)

@@ -20,14 +20,12 @@ from shapeagent.policy.plan import capped_gso, resolve_segment_limit, slow_paced
 from shapeagent.service import following
 from shapeagent.service.ceilings import (
     Enforcement,
-    ceiling_states,
-    class_words,
     initial_ceilings,
     tree_of,
 )
+from shapeagent.service.filling import write_classes, write_config
 from shapeagent.service.hook import refuse_shared_hook
 from shapeagent.service.planning import asked_segment_limit
-from shapeagent.service.records import config_record
 from shapeagent.service.restoring import undo_text
 from shapeagent.service.state import AttachState, CeilingState, StateDir
 
@@ -145,7 +143,7 @@ def _stop_redirect(attached: Attached) -> None:
     config.ifb_lease_jiffies = 0
     attached.datapath.write_config(config)
     state = attached.state
-    ids = tuple(state.program_ids.values())
+    ids = state.our_ids
     filters.del_redirect(attached.rtnl, state.index, our_program_ids=ids)
     for one in _own_ifbs(attached):
         link.delete_ifb(attached.rtnl, one.index)
@@ -153,9 +151,7 @@ def _stop_redirect(attached: Attached) -> None:
 
 def _make_ifb(attached: Attached) -> None:
     rtnl, state = attached.rtnl, attached.state
-    refuse_shared_hook(
-        rtnl, attached.engine.netns, state.index, state.device, state.program_ids.values()
-    )
+    refuse_shared_hook(rtnl, attached.engine.netns, state.index, state.device, state.our_ids)
     descriptor = bpf.get_pinned(str(attached.pins / filters.REDIRECT_NAME))
     try:
         ifb = link.create_ifb(rtnl, state.device)
@@ -340,28 +336,15 @@ def _write_undo(attached: Attached) -> None:
 
 
 def _write_maps(attached: Attached) -> None:
-    """Write every class and the configuration, of the state and trees of the attachment."""
+    """Write every class and the configuration, of the state of the attachment."""
     state, datapath = attached.state, attached.datapath
-    for direction in Direction:
-        ceilings = ceiling_states(state, direction)
-        for one in attached.policy.classes:
-            record = class_words(
-                attached.policy, state, direction, one.name, ceilings, attached.tree(direction)
-            )
-            datapath.write_class(direction.number, one.number, record)
+    write_classes(datapath, attached.policy, state)
     old = datapath.read_config()
-    ingress = IngressMode(state.ingress)
     by_ifb = Enforcement.of(state).ingress_tree is not None
-    datapath.write_config(
-        config_record(
-            attached.policy,
-            state.facts,
-            state.kernel,
-            profile=Profile(state.profile),
-            ingress=ingress,
-            segment_limit_bytes=state.segment_limit_bytes,
-            cgroup_levels=old.cgroup_levels,
-            ifb_lease_jiffies=old.ifb_lease_jiffies if by_ifb else 0,
-            tree=attached.tree(Direction.EGRESS),
-        )
+    write_config(
+        datapath,
+        attached.policy,
+        state,
+        cgroup_levels=old.cgroup_levels,
+        ifb_lease_jiffies=old.ifb_lease_jiffies if by_ifb else 0,
     )

@@ -198,7 +198,7 @@ def _programs(known: _Known) -> tuple[list[ResidueItem], bool]:
     """
 
     def ids(states: Iterable[AttachState | None]) -> set[int]:
-        return {number for one in states if one for number in one.program_ids.values()}
+        return {number for one in states if one for number in one.our_ids}
 
     living, held = ids(known.living.values()), ids(known.ended.values())
     items, loose = [], False

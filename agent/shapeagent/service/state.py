@@ -75,12 +75,18 @@ class AttachState:
     ifb_index: int = 0
     ipv6_routes: tuple[str, ...] = ()
     program_ids: dict[str, int] = field(default_factory=dict)
+    spare_ids: tuple[int, ...] = ()  # programs that a swap which did not end may have put there
     verified: dict[str, int] = field(default_factory=dict)
     ceilings: dict[str, dict[str, CeilingState]] = field(default_factory=dict)
     whitelist_entries: int = 0
     whitelist_generation: int = 0
     missing_cgroups: tuple[str, ...] = ()
     device_identity: int = 0  # kernel/identity.py; 0 = not known
+
+    @property
+    def our_ids(self) -> tuple[int, ...]:
+        """Every program that may stand in our place, or as our redirect."""
+        return (*self.program_ids.values(), *self.spare_ids)
 
     def to_json(self) -> str:
         """Return the state as JSON text."""
@@ -102,7 +108,7 @@ class AttachState:
             raw["kernel"] = KernelFacts(**{**kernel, "qdiscs": frozenset(kernel["qdiscs"])})
             for name in ("gso_before", "gso_set"):
                 raw[name] = GsoLimits(**raw[name]) if raw[name] else None
-            for name in ("ipv6_routes", "missing_cgroups", "bytes_before"):
+            for name in ("ipv6_routes", "missing_cgroups", "bytes_before", "spare_ids"):
                 raw[name] = tuple(raw[name])
             raw["ceilings"] = {
                 direction: {name: CeilingState(**item) for name, item in classes.items()}

@@ -79,7 +79,7 @@ def add(
     fresh = sum(1 for entry in changed if key_of(entry) not in known)
     if changed:
         if len(changed) != 1 or not _add_one(attached, changed[0], known):
-            _swap(attached, wanted.values())
+            put_in_force(attached, wanted.values())
         _remember(attached, wanted)
     return _result(
         attached, added=fresh, removed=0, unchanged=len(entries) - len(changed), total=len(wanted)
@@ -96,7 +96,7 @@ def remove(attached: Attached, entries: Sequence[WhitelistEntry]) -> WhitelistCh
         if len(gone) == 1 and not _shares_address(gone[0], left):
             attached.datapath.remove_entry(gone[0])
         else:
-            _swap(attached, left.values())
+            put_in_force(attached, left.values())
         _remember(attached, left)
     return _result(
         attached, added=0, removed=len(gone), unchanged=len(keys) - len(gone), total=len(left)
@@ -125,7 +125,7 @@ def replace(
     added = sum(1 for key in wanted if key not in known)
     removed = sum(1 for key in known if key not in wanted)
     if wanted != known:
-        _swap(attached, wanted.values())
+        put_in_force(attached, wanted.values())
         _remember(attached, wanted)
     return _result(attached, added=added, removed=removed, unchanged=same, total=len(wanted))
 
@@ -189,7 +189,8 @@ def expiry_jiffies(attached: Attached, expires_unix_s: float | None) -> int:
     return attached.clock.read() + max(1, round(left_s * 1e9 / attached.state.kernel.jiffy_ns))
 
 
-def _swap(attached: Attached, entries: Iterable[WhitelistEntry]) -> None:
+def put_in_force(attached: Attached, entries: Iterable[WhitelistEntry]) -> None:
+    """Put exactly these entries in force by one switch."""
     numbers = {one.name: one.number for one in attached.policy.classes}
     # an entry for one end is more exact than one for either: it is written last
     ordered = sorted(entries, key=lambda entry: entry.match is not Match.EITHER)
