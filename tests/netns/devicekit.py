@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import array
 import contextlib
+import dataclasses
 import fcntl
 import struct
 
-from enginekit import open_socket, wait_until
+from enginekit import HostState, open_socket, wait_until
 from netlab import VethPair, ip
 
 VLAN_ID = 5
@@ -73,3 +74,8 @@ def set_tx_channels(netns: str, device: str, count: int) -> None:
         fcntl.ioctl(one.fileno(), _SIOCETHTOOL, request)
         data[0], data[6] = _SET_CHANNELS, count
         fcntl.ioctl(one.fileno(), _SIOCETHTOOL, request)
+
+
+def without_routes(state: HostState) -> HostState:
+    """Return the state without IPv6 routes, which come and go as a device goes up and down."""
+    return dataclasses.replace(state, routes6=())

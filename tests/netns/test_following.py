@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from devicekit import rename, set_tx_channels
+from devicekit import rename, set_tx_channels, without_routes
 from enginekit import (
     MBIT,
     NORMAL,
     SIGNAL_UDP,
     Bench,
-    HostState,
     UdpSink,
     UdpSource,
     add_bpf_filter,
@@ -69,11 +68,6 @@ def numbers(one: Bench) -> tuple[Any, ...]:
 def is_leaf(handle: int) -> bool:
     """Return whether it is the live or the twin leaf of a class (policy/plan.py)."""
     return handle & 0xFFFF >= 0x100 and handle & 0xEF == 0
-
-
-def without_routes(state: HostState) -> HostState:
-    """Return the state without IPv6 addresses, which the kernel drops when a device goes down."""
-    return dataclasses.replace(state, routes6=())
 
 
 def problem(one: Bench, name: str | None = None) -> str:

@@ -25,6 +25,7 @@ from shapeagent.service import following, selftest
 from shapeagent.service.ceilings import ceiling_states
 from shapeagent.service.confirming import read_pending
 from shapeagent.service.hook import PROGRAMS, Place, list_ingress_sharers
+from shapeagent.service.placement import shaped_beside
 from shapeagent.service.records import rule_write
 from shapeagent.service.selftest import Reach
 
@@ -284,6 +285,12 @@ def _device_warnings(attached: Attached, facts: DeviceFacts | None) -> list[str]
             f"no priorities are written, since {facts.name} chooses hardware queues by them: "
             f"shapectl detach {facts.name}, then attach it with --profile htb or police"
         )
+    if not state.shadow:
+        found += [
+            f"{other}, on the same way, is shaped too, and packets wait in both trees: shapectl "
+            f"detach {other}, or shapectl detach {facts.name}"
+            for other in shaped_beside(attached.engine, attached.rtnl, facts.name)
+        ]
     if state.request.get("ingress") == "ifb" and state.ingress != "ifb":
         found.append(
             "what arrives is policed, since its IFB was lost: "

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from shapeagent.kernel import link, livefacts, sessions
@@ -59,17 +60,14 @@ def check_placement(
     if device.name not in places:
         return ()  # it went away while we looked: the next step says so
     near = on_the_way(device.name, places)
-    if near and not shadow:
-        for name in _shaped_by_us(engine, rtnl):
-            if name in near:
-                raise ConflictError(
-                    "double-shaping",
-                    f"shapectl shapes {name} already, and the packets of {device.name} pass it "
-                    "too: they would wait in two trees, and the second undoes the order of the "
-                    "first.",
-                    hint=f"leave {device.name} as it is; or: shapectl detach {name}, then shapectl "
-                    f"attach {device.name}",
-                )
+    for name in () if shadow else _shaped_by_us(engine, rtnl, near):
+        raise ConflictError(
+            "double-shaping",
+            f"shapectl shapes {name} already, and the packets of {device.name} pass it too: they "
+            "would wait in two trees, and the second undoes the order of the first.",
+            hint=f"leave {device.name} as it is; or: shapectl detach {name}, then shapectl attach "
+            f"{device.name}",
+        )
     trees = livefacts.read_qdiscs(rtnl)
     index_of = {one.name: one.index for one in sessions.list_places(rtnl)}
     shaped = [one for one in near if livefacts.is_shaped(trees.get(index_of.get(one, 0), []))]
@@ -84,13 +82,23 @@ def _own_ifbs(rtnl: Rtnl) -> tuple[link.LinkIdentity, ...]:
     return tuple(one for one in link.list_devices(rtnl) if one.alias.startswith(link.IFB_ALIAS))
 
 
-def _shaped_by_us(engine: Engine, rtnl: Rtnl) -> tuple[str, ...]:
-    """Return the names of the devices of this namespace whose packets shapectl changes."""
+def shaped_beside(engine: Engine, rtnl: Rtnl, device: str) -> tuple[str, ...]:
+    """Return the other devices on the way of a device's packets that shapectl shapes too.
+
+    Someone may have put one into the other after both were attached.
+    """
+    return _shaped_by_us(engine, rtnl, on_the_way(device, read_places(rtnl)))
+
+
+def _shaped_by_us(engine: Engine, rtnl: Rtnl, near: Collection[str]) -> tuple[str, ...]:
+    """Return those of the devices whose packets shapectl changes."""
+    if not near:
+        return ()
     cookie = engine.key_of(rtnl, 0).partition("-")[0]
     found = []
     for key, state in all_states(engine):
         if key.partition("-")[0] == cookie and not state.shadow:
             facts = look(engine.netns, rtnl, state).facts
-            if facts is not None:
+            if facts is not None and facts.name in near:
                 found.append(facts.name)
     return tuple(found)
