@@ -180,7 +180,8 @@ def _moved_limits(
         if link.read_gso(there, moved.index) == state.gso_set:
             yield ResidueItem(
                 "segment-limit",
-                f"gso_max_size and gso_max_segs of {moved} are not as they were",
+                f"gso_max_size and gso_max_segs of {moved.name} are not as they were: it took them "
+                "along",
                 f"{tool_words('ip', moved.netns)} link set dev {moved.name} gso_max_size "
                 f"{before.max_size_bytes} gso_max_segs {before.max_segments}",
                 moved.name,
