@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -229,6 +230,7 @@ def _swap_many(one: Bench, rtnl: object, store: StateDir) -> None:
     sets = [compiler.load_image(image, pinned) for _ in range(2)]
     ours = (*state.our_ids, *(program.id for each in sets for program in each.values()))
     one.program_ids |= set(ours)
+    store.write(dataclasses.replace(state, spare_ids=ours))
     place = Place.of(rtnl, state, one.pins)  # type: ignore[arg-type]
     try:
         with UdpSink(one.pair.peer_netns, BULK) as sink:
