@@ -109,10 +109,17 @@ _FILES = (
         "/run/shapectl/",
         (
             "per interface the accepted policy, the whitelist's owners, reasons and expiries, what "
-            "stood there before, and in `undo` the lines that shapectl-panic-off runs"
+            "stood there before, and in `undo` the lines that shapectl-panic-off runs; what was "
+            "found damaged is NAME.corrupt-TIME"
         ),
     ),
-    ("/sys/fs/bpf/shapectl/", "the pinned programs and maps of each attached interface"),
+    (
+        "/sys/fs/bpf/shapectl/",
+        (
+            "the pinned programs and maps of each attached interface, and in kept_* copies of its "
+            "state files"
+        ),
+    ),
 )
 
 

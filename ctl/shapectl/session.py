@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from shapeagent.model.errors import ConflictError, InputError, UnsupportedError
-from shapectl.output import Progress, stderr_is_terminal
+from shapectl.output import Progress, stderr_is_terminal, warn
 
 if TYPE_CHECKING:
     from shapeagent.service.engine import Engine
@@ -43,7 +43,7 @@ class Session:
         except ModuleNotFoundError as error:
             raise missing_package(error) from error
         with self.progress() as progress:
-            yield Engine(netns=self.netns, progress=progress.step)
+            yield Engine(netns=self.netns, progress=progress.step, warn=warn)
 
     def progress(self) -> Progress:
         """Return a progress line: every step with -v, none for a program without a terminal."""

@@ -128,6 +128,18 @@ class Bench:
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
+    def change_state(self, **fields: Any) -> None:
+        """Write the state with other values, as another version or a killed process would."""
+        store = self.engine.store(self.key)
+        state = store.read()
+        assert state is not None, "got no state, want one"
+        store.write(dataclasses.replace(state, **fields))
+
+    def forget_kept(self) -> None:
+        """Remove the kernel's copies of the state files: an attachment of an older version."""
+        for pin in self.pins.glob("kept_*"):
+            pin.unlink()
+
     def status(self) -> InterfaceStatus:
         return self.engine.status(self.device)[0]
 

@@ -223,13 +223,25 @@ def test_odd_times_are_refused(one: Bench, confirm_s: float) -> None:
 
 
 def test_a_damaged_note_is_no_confirmation_and_hides_nothing(one: Bench) -> None:
+    """C44: put right by the kernel's copy; without that, what waits undoes the attach all the same.
+
+    Nobody has confirmed where nobody has removed the note.
+    """
+    before = one.host_state()
     one.attach(confirm_s=60.0)
     pending = read_pending(store_of(one))
     assert pending is not None
     note = one.engine.run_dir / one.key / "confirm.json"
     for text in ("", "{", '{"token": 1}', json.dumps([1])):
         note.write_text(text)
-        assert one.status().unconfirmed_s is None, f"got a countdown from {text!r}"
-    one.engine.detach(one.device)
+        left_s = one.status().unconfirmed_s
+        assert left_s, f"got {left_s} left behind {text!r}, want the countdown"
+    one.forget_kept()
+    note.write_text("{")
+    assert one.status().unconfirmed_s is None, "got a countdown from nothing"
+    assert any("confirm.json" in text for text in one.status().warnings), f"got {one.status()}"
+    done = one.engine.detach(one.device, unless_confirmed=pending.token)
+    assert done.changed, f"got {done}, want it undone"
     guardian.stop_guardian(pending.guardian)
     assert not guardian.is_waiting(pending.guardian), "got it still there"
+    assert one.host_state() == before

@@ -223,6 +223,7 @@ def test_what_comes_back_from_the_ifb_is_the_packet_that_went(bench: Callable[..
 def test_detach_without_a_state_takes_the_redirect_too(bench: Callable[..., Bench]) -> None:
     one = bench()
     one.attach(ingress="ifb")
+    one.forget_kept()
     (one.engine.run_dir / one.key / "state.json").write_text("{")
     one.engine.detach(one.device)
     left = one.host_state().filters

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -722,25 +723,78 @@ def test_two_devices_are_apart(veth_pair: Callable[..., VethPair], tmp_path: Pat
 
 
 @pytest.mark.hooks("tcx", "clsact")
-def test_descriptors_and_threads_do_not_pile_up(bench: Callable[..., Bench]) -> None:
-    """C48: 200 status and 20 attach/detach cycles."""
+def test_fifty_restarts_leave_one_filter_per_direction(bench: Callable[..., Bench]) -> None:
+    """F17, C31: processes that attach and are killed, then one with another policy."""
+    one = bench()
+    one.attach()
+    ids = set(one.status().programs.values())
+    for number in range(50):
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                request = AttachRequest(device=one.device, link_rate_bits_per_s=100 * MBIT)
+                again = Engine(
+                    netns=one.netns, run_dir=one.engine.run_dir, bpffs_dir=one.engine.bpffs_dir
+                )
+                if not again.attach(request).changed:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(1)
+        status = os.waitpid(pid, 0)[1]
+        assert os.WIFSIGNALED(status), f"got exit {status} at restart {number}, want it attached"
+    found = one.host_state().ours
+    assert len(found) == 2, f"got {found}, want one per direction"
+    assert set(one.status().programs.values()) == ids, f"got {one.status()}, want programs {ids}"
+    assert one.status().problems == (), f"got {one.status().problems}"
+
+
+def flat(what: str, have: int, before: int, most: int) -> None:
+    assert have - before <= most, f"got {what} grown from {before} to {have}, want at most {most}"
+
+
+def resident_kib() -> int:
+    """Return the memory of this process."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.split("VmRSS:")[1].split()[0])
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.hooks("tcx", "clsact")
+def test_status_from_many_threads_leaves_no_descriptor(bench: Callable[..., Bench]) -> None:
+    """C48: 1,000 from 8 threads, and no socket of one thread is closed by another."""
     one = bench()
     one.attach()
     one.status()
-
-    def count() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    before, threads = count(), threading.active_count()
-    for _ in range(200):
-        one.engine.status(one.device)
-    assert abs(count() - before) <= 2, f"got {count()} descriptors, want {before}"
-    for _ in range(20):
-        one.engine.detach(one.device)
-        one.attach()
-    assert abs(count() - before) <= 2, f"got {count()} descriptors, want {before}"
+    before, threads = open_descriptors(), threading.active_count()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: one.engine.status(one.device)[0].problems, range(1_000)))
+    assert set(found) == {()}, f"got {set(found)}, want no problem"
+    flat("descriptors", open_descriptors(), before, 2)
     assert threading.active_count() == threads, "got threads left behind"
-    assert len(one.host_state().ours) == 2, f"got {one.host_state().ours}"
+
+
+@pytest.mark.slow
+@pytest.mark.host
+@pytest.mark.hooks("tcx", "clsact")
+def test_two_hundred_cycles_leave_nothing_behind(bench: Callable[..., Bench]) -> None:
+    """C48: descriptors, memory, maps and programs stay flat."""
+    one = bench()
+    before = one.host_state()
+    for _ in range(20):  # caches and the allocator fill
+        one.attach()
+        one.engine.detach(one.device)
+    descriptors, threads, memory_kib = open_descriptors(), threading.active_count(), resident_kib()
+    for _ in range(200):
+        one.attach()
+        one.engine.detach(one.device)
+    flat("descriptors", open_descriptors(), descriptors, 2)
+    flat("memory in KiB", resident_kib(), memory_kib, 4_096)
+    assert threading.active_count() == threads, "got threads left behind"
+    found = one.host_state()  # of the maps and programs of every cycle none is left
+    assert found == before, f"got {found}, want {before}"
+    assert len(one.program_ids) >= 200 * 2, f"got {len(one.program_ids)} programs seen"
 
 
 def test_a_second_writer_is_told_who_holds_the_lock(bench: Callable[..., Bench]) -> None:

@@ -55,6 +55,15 @@ def ifb_left(one: Bench) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def unmarked_ifb_left(one: Bench) -> Iterator[None]:
+    """What an attach leaves that is killed between making its IFB and marking it."""
+    name = link.derive_ifb_name(one.device, ())
+    ip("link", "add", name, "type", "ifb", netns=one.netns)
+    yield
+    ip("link", "delete", name, netns=one.netns)
+
+
+@contextlib.contextmanager
 def route_left(one: Bench) -> Iterator[None]:
     words = ("2001:db8::7/128", "dev", one.device, "proto", str(routes.ROUTE_PROTOCOL))
     ip("-6", "route", "add", *words, netns=one.netns)
@@ -120,6 +129,7 @@ def undo_left(one: Bench) -> Iterator[None]:
         ("filter", filter_left),
         ("qdisc", qdisc_left),
         ("ifb", ifb_left),
+        ("ifb", unmarked_ifb_left),
         ("route", route_left),
         ("pin", pin_left),
         ("program", program_left),
@@ -143,14 +153,23 @@ def test_each_kind_of_leftover_is_listed(
     assert found == (), f"got {found}, want nothing"
 
 
+def test_an_ifb_in_use_and_one_of_others_are_no_residue(bench: Callable[..., Bench]) -> None:
+    """Even where someone took our mark off the one, and whatever the other is called."""
+    one = bench()
+    one.attach(ingress="ifb")
+    ip("link", "set", one.state()["ifb"], "alias", "", netns=one.netns)
+    ip("link", "add", "shpifb0", "type", "ifb", netns=one.netns)
+    ip("link", "add", "shpifb0123456789"[:15], "type", "veth", netns=one.netns)
+    found = one.host_state().residue
+    assert found == (), f"got {found}, want nothing"
+
+
 @pytest.mark.hooks("clsact")
 def test_a_lowered_segment_limit_is_listed_with_the_way_back(bench: Callable[..., Bench]) -> None:
     """All else was removed by hand, and the attach is marked as one that did not end."""
     one = bench()
     one.attach(profile="police", segment_limit="3028")
-    path = one.engine.run_dir / one.key / "state.json"
-    state = json.loads(path.read_text())
-    path.write_text(json.dumps({**state, "complete": False}))
+    one.change_state(complete=False)
     tc("qdisc", "del", "dev", one.device, "clsact", netns=one.netns)
     items = {item.kind: item for item in one.engine.residue(wait_s=0).items}
     assert {"state", "pin", "segment-limit"} <= set(items), f"got {set(items)}"

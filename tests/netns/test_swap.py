@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -151,9 +150,7 @@ def test_a_later_version_is_left_running(bench: Callable[..., Bench]) -> None:
     one = bench()
     before = one.host_state()
     one.attach()
-    path = one.engine.run_dir / one.key / "state.json"
-    state = json.loads(path.read_text())
-    path.write_text(json.dumps({**state, "abi_version": abi.SHP_ABI_VERSION + 1}))
+    one.change_state(abi_version=abi.SHP_ABI_VERSION + 1)
     for call in (
         one.attach,
         one.status,

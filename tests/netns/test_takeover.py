@@ -381,15 +381,34 @@ def test_a_restore_that_fails_keeps_what_a_second_one_needs(
     check_same(one, shown, before)
 
 
+@pytest.mark.parametrize("name", ["state.json", "snapshot.json", "policy.toml", "undo"])
+def test_with_a_damaged_file_the_old_tree_comes_back(
+    bench: Callable[..., Bench], name: str
+) -> None:
+    """C44: by the kernel's copy."""
+    one = bench()
+    build(HTB, one.netns, one.device)
+    shown, before = tc_says(one.netns, one.device), one.host_state()
+    one.attach(takeover=True)
+    (one.engine.run_dir / one.key / name).write_bytes(bytes(1887))
+    notes = one.engine.detach(one.device).notes
+    assert notes == (), f"got {notes}, want nothing to say"
+    check_same(one, shown, before)
+
+
 @pytest.mark.parametrize("name", ["state.json", "snapshot.json", "policy.toml"])
 def test_with_a_damaged_state_the_old_tree_is_still_kept_in_words(
     bench: Callable[..., Bench], name: str
 ) -> None:
-    """C44: detach takes away what it knows as ours, and the lines outlive the folder."""
+    """C44: without the kernel's copies detach takes away what it knows as ours.
+
+    The lines outlive the folder.
+    """
     one = bench()
     build(HTB, one.netns, one.device)
     shown = tc_says(one.netns, one.device)
     one.attach(takeover=True)
+    one.forget_kept()
     (one.engine.run_dir / one.key / name).write_bytes(bytes(1887))
     report = one.engine.detach(one.device)
     kept = one.engine.run_dir / f"{one.key}.kept-undo"

@@ -329,6 +329,17 @@ def find_ifbs(rtnl: Rtnl, device: str) -> tuple[LinkIdentity, ...]:
     )
 
 
+def is_ifb_of_ours(rtnl: Rtnl, device: LinkIdentity) -> bool:
+    """Return whether a device is an IFB with a name of the form that `create_ifb` gives."""
+    if not re.fullmatch(rf"{_IFB_PREFIX}[0-9a-f]{{9}}", device.name):
+        return False
+    try:
+        answer = _read_link(rtnl, device.index)
+    except ShapeError:
+        return False  # it went away meanwhile
+    return _parse_linkinfo(parse_attributes(answer[_IFINFOMSG.size :]))[0] == "ifb"
+
+
 def delete_ifb(rtnl: Rtnl, index: int) -> bool:
     """Return True when an IFB of ours was deleted, False when it was gone already.
 

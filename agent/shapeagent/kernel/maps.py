@@ -8,17 +8,18 @@ silently). Pins lie in a folder of mode 0700, since a bpffs is often 1777.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from shapeagent.kernel import abi, bpf
 from shapeagent.kernel.bpf import MapShape, MapType
 from shapeagent.model.codes import Code
-from shapeagent.model.errors import ConflictError
+from shapeagent.model.errors import ConflictError, ShapeError
 
 FLOW_ENTRIES = 131_072  # 11 MB for IPv4 (bpf-facts 3)
 MOVED_ENTRIES = 16_384
@@ -28,6 +29,8 @@ SPARED_ENTRIES = 16_384  # flows that lost their last packet in front of fq
 MANUAL_ENTRIES = 65_536
 CGROUP_ENTRIES = 1_024
 CODE_SLOTS = 64
+#: Of the pins that are no maps of `SHAPES`: programs first, then what is held or kept for later.
+PIN_PREFIXES = ("shp_", "held_", "kept_", "link_")
 
 _U32 = 4
 _U64 = 8
@@ -222,22 +225,62 @@ def _open_one(folder: Path, name: str) -> int:
 
 
 def remove_pins(folder: Path) -> int:
-    """Remove a pin folder and what is in it. Returns how many pins went."""
+    """Remove a pin folder and what is ours in it. Returns how many pins went.
+
+    Raises:
+        ConflictError: "pins-foreign" where something else is in it: that stays, and the folder.
+    """
     try:
-        _check_folder(folder.parent, sticky=True)
-        _check_folder(folder)
+        check_pin_folder(folder)
     except FileNotFoundError:
         return 0
     # by descriptor: a link put in the folder's place now leads nowhere
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         names = os.listdir(descriptor)
+        foreign = _foreign_pins(folder, names)
         for name in names:
-            os.unlink(name, dir_fd=descriptor)
+            if name not in foreign:
+                os.unlink(name, dir_fd=descriptor)
     finally:
         os.close(descriptor)
+    if foreign:
+        raise ConflictError(
+            "pins-foreign",
+            f"{folder} holds what is not ours, and it was left there: {', '.join(foreign)}.",
+            hint=f"look whose it is (bpftool map show, bpftool prog show), then: rm -r -- {folder}",
+        )
     folder.rmdir()
     return len(names)
+
+
+def _foreign_pins(folder: Path, names: Iterable[str]) -> list[str]:
+    """Return what in a pin folder is not ours: not by its name, and no map that ours use.
+
+    Another version may have maps of other names.
+    """
+    unknown = {name for name in names if name not in SHAPES and not name.startswith(PIN_PREFIXES)}
+    if not unknown:
+        return []
+    used: set[int] = set()
+    for name in names:
+        if name.startswith(PIN_PREFIXES[0]):
+            with contextlib.suppress(OSError, ShapeError), _opened(folder / name) as descriptor:
+                used |= set(bpf.program_facts(descriptor).map_ids)
+    for name in tuple(unknown):
+        with contextlib.suppress(OSError, ShapeError), _opened(folder / name) as descriptor:
+            if bpf.map_id(descriptor) in used:
+                unknown.discard(name)
+    return sorted(unknown)
+
+
+@contextlib.contextmanager
+def _opened(pin: Path) -> Iterator[int]:
+    descriptor = bpf.get_pinned(str(pin))
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def make_pin_folder(folder: Path) -> None:
@@ -268,6 +311,12 @@ def _check_folder(folder: Path, *, sticky: bool = False) -> None:
             f"{folder} is not a folder of ours alone: someone else made it or may write to it.",
             hint=f"look at it (ls -ld {folder}) and remove it: rm -r {folder}",
         )
+
+
+def check_pin_folder(folder: Path) -> None:
+    """Return when a pin folder is ours alone. Raises: ConflictError pins-foreign; OSError."""
+    _check_folder(folder.parent, sticky=True)
+    _check_folder(folder)
 
 
 def read_array(fd: int, index: int, struct: type[ctypes.Structure]) -> ctypes.Structure:

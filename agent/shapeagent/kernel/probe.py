@@ -133,18 +133,37 @@ def read_possible_cpus(path: Path = Path("/sys/devices/system/cpu/possible")) ->
         ) from error
 
 
-def require_privileges(status_path: Path = Path("/proc/thread-self/status")) -> None:
+def require_privileges(
+    status_path: Path = Path("/proc/thread-self/status"),
+    uid_map_path: Path = Path("/proc/thread-self/uid_map"),
+) -> None:
     """Return when this process may do what attach does.
 
     Raises: PrivilegeError missing-privilege, naming the capabilities (C119).
     """
     missing = missing_capabilities(status_path.read_text())
+    if not missing and not has_whole_uid_map(uid_map_path.read_text()):
+        raise PrivilegeError(
+            "missing-privilege",
+            "This process is root in a user namespace only, and the kernel asks for CAP_BPF and "
+            "CAP_NET_ADMIN of the host.",
+            hint="Run it with sudo outside the user namespace.",
+        )
     if missing:
         raise PrivilegeError(
             "missing-privilege",
             f"This process lacks {', '.join(missing)}.",
             hint="Run it with sudo.",
         )
+
+
+def has_whole_uid_map(text: str) -> bool:
+    """Return whether /proc/PID/uid_map is that of the first user namespace: every id as it is.
+
+    Source: user_namespaces(7). The kernel checks the right to load programs there, whatever
+    capabilities a later namespace gives (bpf_capable() in include/linux/capability.h).
+    """
+    return text.split() == ["0", "0", "4294967295"]
 
 
 def missing_capabilities(status: str) -> tuple[str, ...]:

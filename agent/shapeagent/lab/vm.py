@@ -49,6 +49,7 @@ MODULES = (
 )
 PROGRAMS = (
     *("sh", "bash", "cat", "env", "mkdir", "mount", "rm", "sleep", "timeout", "true", "kill"),
+    *("umount", "unshare"),
     *("ip", "tc", "ss", "bpftool", "nft", "ethtool", "ping", "modprobe", "sysctl", "setpriv"),
 )
 

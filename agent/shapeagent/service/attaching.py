@@ -22,7 +22,7 @@ from shapeagent.model.errors import ConflictError, FailedError, ShapeError
 from shapeagent.model.reports import AttachReport, AttachRequest
 from shapeagent.model.types import DeviceFacts, Direction, IngressMode, Policy, Profile
 from shapeagent.policy.rules import compile_rules
-from shapeagent.service import confirming, detaching, following, selftest, swapping
+from shapeagent.service import confirming, detaching, following, recovering, selftest, swapping
 from shapeagent.service.ceilings import initial_ceilings, tree_of
 from shapeagent.service.describing import interface_status
 from shapeagent.service.detaching import restore_gso
@@ -82,7 +82,8 @@ def attach(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> AttachReport:
             engine.progress(text)
         wanted = make_plan(engine, rtnl, request)  # its segment limits are what they were
     key = engine.key_of(rtnl, wanted.device.index)
-    store = StateDir(engine.run_dir, key)
+    store = engine.store(key)
+    recovering.repair(engine, key)
     state = store.read()
     if state is not None and not state.complete:
         # killed in the middle: back to what was there, then as if nothing had been
@@ -202,6 +203,7 @@ def _build(
     maps.remove_pins(pins)  # an attach that was killed before it had a filter
     undo.add(lambda: maps.remove_pins(pins), only_if_clean=True)
     opened = maps.create_pinned(pins)
+    store.keep_copies()
     programs: dict[str, LoadedProgram] = {}
     try:
         programs = load_image(image, opened)

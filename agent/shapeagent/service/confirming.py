@@ -79,10 +79,26 @@ def arm(engine: Engine, store: StateDir, device: str, confirm_s: float) -> Pendi
 def read_pending(store: StateDir) -> Pending | None:
     """Return the attach that waits, None where none does. A damaged note counts as none."""
     try:
-        raw = json.loads(store.read_confirm())
+        raw = store.read_confirm()
+        if raw is None:
+            return None
         return Pending(raw["token"], float(raw["deadline_s"]), Guardian(**raw["guardian"]))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FailedError, ValueError, KeyError, TypeError):
         return None
+
+
+def waits_for(store: StateDir, token: str) -> bool:
+    """Return whether the attach with this token still waits for its confirmation.
+
+    A note that nobody can read was never removed, so nobody has confirmed.
+    """
+    pending = read_pending(store)
+    if pending is not None:
+        return pending.token == token
+    try:
+        return store.read_confirm() is not None
+    except FailedError:
+        return True
 
 
 def disarm(store: StateDir) -> Pending | None:

@@ -310,6 +310,20 @@ def _stale_cgroups(attached: Attached) -> list[str]:
     return [f"a cgroup that a rule names came, went or was made again: {again}"]
 
 
+def _damage_warnings(attached: Attached) -> list[str]:
+    """What was put right stays said until detach; what could not be is said as long as it is so."""
+    store = attached.store
+    found = list(attached.state.recovered)
+    aside = store.quarantined()
+    if found and aside:
+        found.append(f"what was damaged is kept in {store.folder}: {', '.join(aside)}")
+    found += [
+        f"{store.folder / name} is damaged: {why}"
+        for name, why in store.damage(attached.state).items()
+    ]
+    return found
+
+
 def _ifb_problems(attached: Attached, netns: str | None) -> list[str]:
     """A redirect to an IFB that is down or gone loses the packet (bpf-facts row 4)."""
     state = attached.state
@@ -338,7 +352,7 @@ def _ifb_problems(attached: Attached, netns: str | None) -> list[str]:
 def _warnings(
     attached: Attached, rows: list[ClassStatus], reasons: dict[str, dict[str, int]]
 ) -> list[str]:
-    found = _stale_cgroups(attached)
+    found = [*_damage_warnings(attached), *_stale_cgroups(attached)]
     egress = [row for row in rows if row.direction == "egress"]
     packets = sum(row.packets for row in egress)
     if packets >= _MIN_PACKETS:

@@ -14,7 +14,7 @@ from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.model.errors import ConflictError, FailedError, InputError, ShapeError
 from shapeagent.model.reports import DetachReport
 from shapeagent.model.types import Direction, GsoLimits, Policy, TreePlan
-from shapeagent.service import confirming, following, swapping
+from shapeagent.service import confirming, following, recovering, swapping
 from shapeagent.service.ceilings import tree_of
 from shapeagent.service.documents import load_policy_text
 from shapeagent.service.hook import PROGRAMS, Place, other_programs
@@ -29,19 +29,18 @@ def detach(
     engine: Engine, rtnl: Rtnl, device: str, *, dry_run: bool, unless_confirmed: str | None = None
 ) -> DetachReport:
     """Detach a device; see Engine.detach."""
-    key, state = _find(engine, rtnl, device, unless_confirmed)
+    key, state = _find(engine, rtnl, device, unless_confirmed, dry_run=dry_run)
     if key is None:
         return DetachReport(device, engine.netns, False, (), _not_attached(engine, rtnl, device))
     pins = engine.bpffs_dir / key
-    store = StateDir(engine.run_dir, key)
-    pending = confirming.read_pending(store)
-    if unless_confirmed is not None and (pending is None or pending.token != unless_confirmed):
+    store = engine.store(key)
+    if unless_confirmed is not None and not confirming.waits_for(store, unless_confirmed):
         return DetachReport(device, engine.netns, False, (), ("confirmed",))
     steps: list[str] = []
     notes: list[str] = []
     if state is not None and state.complete and not dry_run:
         # the journal: what is killed from here on is finished by the next command
-        store.write(dataclasses.replace(state, complete=False))
+        _note_begin(store, state, notes)
     if state is None:
         _drop_filters(rtnl, device, pins, steps, notes, dry_run=dry_run)
         # without pins the attach died before its state: the device was never changed
@@ -51,16 +50,27 @@ def detach(
         _undo_device(engine, rtnl, store, state, steps, notes, dry_run=dry_run)
     steps.append(f"remove the pins in {pins} and the state in {store.folder}")
     if not dry_run:
-        maps.remove_pins(swapping.next_pins(pins))
-        maps.remove_pins(pins)
+        try:
+            maps.remove_pins(swapping.next_pins(pins))
+            maps.remove_pins(pins)
+        except ConflictError as error:
+            notes.append(error.message)
         if unless_confirmed is None:  # else that is who calls
             confirming.disarm(store)
         store.remove()
     return DetachReport(device, engine.netns, not dry_run, tuple(steps), tuple(notes))
 
 
+def _note_begin(store: StateDir, state: AttachState, notes: list[str]) -> None:
+    """Write the journal; a full disk is no reason to keep what someone wants gone (F30)."""
+    try:
+        store.write(dataclasses.replace(state, complete=False))
+    except FailedError as error:
+        notes.append(error.message)
+
+
 def _find(
-    engine: Engine, rtnl: Rtnl, device: str, token: str | None
+    engine: Engine, rtnl: Rtnl, device: str, token: str | None, *, dry_run: bool
 ) -> tuple[str | None, AttachState | None]:
     """Return the key and state of an attachment; a damaged state counts as none.
 
@@ -87,7 +97,9 @@ def _find(
     if key is None:
         return None, None
     try:
-        return key, StateDir(engine.run_dir, key).read()
+        if not dry_run:
+            recovering.repair(engine, key)
+        return key, engine.store(key).read()
     except FailedError:
         return key, None
 
@@ -95,7 +107,7 @@ def _find(
 def _key_of_pending(engine: Engine, rtnl: Rtnl, token: str) -> str | None:
     cookie = engine.key_of(rtnl, 0).partition("-")[0]
     for key, _ in following.all_states(engine):
-        pending = confirming.read_pending(StateDir(engine.run_dir, key))
+        pending = confirming.read_pending(engine.store(key))
         if key.partition("-")[0] == cookie and pending is not None and pending.token == token:
             return key
     return None
@@ -104,7 +116,7 @@ def _key_of_pending(engine: Engine, rtnl: Rtnl, token: str) -> str | None:
 def _not_attached(engine: Engine, rtnl: Rtnl, device: str) -> tuple[str, ...]:
     """Return the note that it is not attached, and where the one went that had its name."""
     key = engine.key_by_name(rtnl, device)
-    state = StateDir(engine.run_dir, key).read() if key is not None else None
+    state = engine.store(key).read() if key is not None else None
     facts = following.look(engine.netns, rtnl, state).facts if state is not None else None
     if facts is None:
         return ("not attached",)
@@ -316,10 +328,10 @@ def _drop_clsact(engine: Engine, rtnl: Rtnl, state: AttachState, notes: list[str
 def _stored_policy(
     engine: Engine, rtnl: Rtnl, state: AttachState, notes: list[str]
 ) -> Policy | None:
-    store = StateDir(engine.run_dir, engine.key_of(rtnl, state.index))
+    store = engine.store(engine.key_of(rtnl, state.index))
     try:
         return load_policy_text(
-            store.read_policy(), state.policy_source, state.link_rate_bits_per_s
+            store.read_policy(state.policy_digest), state.policy_source, state.link_rate_bits_per_s
         )
     except (ShapeError, OSError) as error:
         notes.append(f"the policy in force cannot be read ({error}): the root qdisc is left alone")

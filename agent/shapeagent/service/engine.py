@@ -47,6 +47,7 @@ from shapeagent.service import (
     explaining,
     following,
     planning,
+    recovering,
     residue,
     swapping,
     whitelisting,
@@ -87,7 +88,7 @@ class Attached:
         self.store = store
         self.state = state
         self.pins = pins or engine.bpffs_dir / key
-        text = store.read_policy()
+        text = store.read_policy(state.policy_digest)
         self.policy = _as_attached(
             load_policy_text(text, state.policy_source, state.link_rate_bits_per_s), state
         )
@@ -112,6 +113,15 @@ class Attached:
     def save(self, state: AttachState) -> None:
         """Write a new state."""
         self.store.write(state)
+        self.state = state
+
+    @contextlib.contextmanager
+    def saving(
+        self, state: AttachState, whitelist: str | None = None, *, lasting: bool = True
+    ) -> Iterator[None]:
+        """Change the kernel in the body; the new state is in force where that did not fail."""
+        with self.store.writing(state, whitelist, lasting=lasting):
+            yield
         self.state = state
 
     def set_tree(self, direction: Direction, tree: TreePlan | None) -> None:
@@ -166,11 +176,13 @@ class Engine:
         *,
         netns: str | None = None,
         progress: Callable[[str], None] | None = None,
+        warn: Callable[[str], None] | None = None,
         run_dir: Path = RUN_DIR,
         bpffs_dir: Path = BPFFS_DIR,
     ) -> None:
         self.netns = netns
         self.progress = progress or (lambda _: None)
+        self.warn = warn or (lambda _: None)  # what an administrator must hear of
         self.run_dir = run_dir
         self.bpffs_dir = bpffs_dir
 
@@ -225,7 +237,7 @@ class Engine:
         """
         require_privileges()
         with self._changing_kernel() as rtnl:
-            attached = self._open(rtnl, device)
+            attached = self._open(rtnl, device, repair=True)
             try:
                 return confirming.confirm(attached.store, device)
             finally:
@@ -267,6 +279,7 @@ class Engine:
         return tuple(found)
 
     def _status_of(self, rtnl: Rtnl, key: str) -> InterfaceStatus:
+        recovering.repair_if_free(self, key)
         attached = self._open_key(rtnl, key)
         try:
             return describing.interface_status(attached, self.netns)
@@ -346,9 +359,10 @@ class Engine:
         """
         require_privileges()
         with self._changing_kernel() as rtnl:
-            attached = self._open(rtnl, device)
+            attached = self._open(rtnl, device, repair=True)
             try:
                 yield Session(attached)
+                attached.store.sync()  # once, not at each change
             finally:
                 attached.close()
 
@@ -410,15 +424,21 @@ class Engine:
             key = next(iter(self._keys(rtnl, device)), None)
             if key is None:
                 raise _not_attached(device)
-            return whitelisting.rows(StateDir(self.run_dir, key))
+            store = self.store(key)
+            with contextlib.suppress(FailedError):  # it is damaged
+                if not store.lacks_whitelist(store.read()):
+                    return whitelisting.rows(store)
+        self._changing(device, whitelisting.unchanged)
+        return whitelisting.rows(self.store(key))
 
     def _changing(
         self, device: str, change: Callable[[Attached], WhitelistChange]
     ) -> WhitelistChange:
         require_privileges()
         with self._changing_kernel() as rtnl:
-            attached = self._open(rtnl, device)
+            attached = self._open(rtnl, device, repair=True)
             try:
+                recovering.repair_whitelist(self, attached)
                 return change(attached)
             finally:
                 attached.close()
@@ -434,6 +454,10 @@ class Engine:
             yield rtnl
 
     # --- finding
+
+    def store(self, key: str) -> StateDir:
+        """Return the state folder of an attachment, with the kernel's copies behind it."""
+        return StateDir(self.run_dir, key, self.bpffs_dir / key)
 
     def key_of(self, rtnl: Rtnl, index: int) -> str:
         """Return the folder name of an interface: namespace cookie and index."""
@@ -455,19 +479,22 @@ class Engine:
 
     def _all_keys(self, rtnl: Rtnl) -> list[str]:
         prefix = f"{namespaces.read_netns_cookie(rtnl)}-"
-        return [key for key in list_states(self.run_dir) if key.startswith(prefix)]
+        known = list_states(self.run_dir, self.bpffs_dir)
+        return [key for key in known if key.startswith(prefix)]
 
     def key_by_name(self, rtnl: Rtnl, device: str) -> str | None:
         """Return the attachment of a device that is gone or was made again, by its name."""
         for key in self._all_keys(rtnl):
-            with contextlib.suppress(FailedError):  # a damaged neighbour hides nobody
-                state = StateDir(self.run_dir, key).read()
+            with contextlib.suppress(FailedError, ConflictError):  # such a neighbour hides nobody
+                state = self.store(key).read()
                 if state is not None and state.device == device:
                     return key
         return None
 
-    def _open(self, rtnl: Rtnl, device: str) -> Attached:
+    def _open(self, rtnl: Rtnl, device: str, *, repair: bool = False) -> Attached:
         for key in self._keys(rtnl, device):
+            if repair:
+                recovering.repair(self, key)
             attached = self._open_key(rtnl, key)
             try:
                 following.require_present(self.netns, rtnl, attached.state)
@@ -478,7 +505,7 @@ class Engine:
         raise _not_attached(device)
 
     def _open_key(self, rtnl: Rtnl, key: str) -> Attached:
-        store = StateDir(self.run_dir, key)
+        store = self.store(key)
         state = store.read()
         if state is None or not state.complete:
             raise ConflictError(
@@ -562,10 +589,10 @@ def _set_ceiling(
         deadline = now + max(1, round(lease_s * 1e9 / state.kernel.jiffy_ns))
     new = CeilingState(ceiling_bits_per_s, old.safe_bits_per_s, deadline)
     was_expired = bool(old.deadline_jiffies) and now >= old.deadline_jiffies
-    _apply_ceiling(attached, direction, traffic_class.number, class_name, old, new, was_expired)
     ceilings = {**state.ceilings}
     ceilings[direction.value] = {**ceilings[direction.value], class_name: new}
-    attached.save(dataclasses.replace(state, ceilings=ceilings))
+    with attached.saving(dataclasses.replace(state, ceilings=ceilings), lasting=False):
+        _apply_ceiling(attached, direction, traffic_class.number, class_name, old, new, was_expired)
 
 
 def _guarantee(policy: Policy, class_name: str, direction: Direction) -> int:

@@ -17,7 +17,7 @@ from shapeagent.model.types import DeviceFacts, Direction, Profile
 from shapeagent.model.units import format_rate
 from shapeagent.policy.following import Drift, find_drifts
 from shapeagent.service import confirming
-from shapeagent.service.state import AttachState, StateDir, list_states
+from shapeagent.service.state import AttachState, list_states
 
 if TYPE_CHECKING:
     from shapeagent.service.engine import Engine
@@ -118,7 +118,7 @@ def state_of(engine: Engine, rtnl: Rtnl, device: DeviceFacts) -> AttachState | N
 
     Raises: FailedError state-damaged.
     """
-    state = StateDir(engine.run_dir, engine.key_of(rtnl, device.index)).read()
+    state = engine.store(engine.key_of(rtnl, device.index)).read()
     if state is None or look(engine.netns, rtnl, state).facts is None:
         return None
     return state
@@ -166,9 +166,9 @@ def locate(engine: Engine, rtnl: Rtnl, key: str, state: AttachState) -> Whereabo
 
 def all_states(engine: Engine) -> Iterator[tuple[str, AttachState]]:
     """Yield (key, state) of every attachment, in every namespace; damaged ones are left out."""
-    for key in list_states(engine.run_dir):
+    for key in list_states(engine.run_dir, engine.bpffs_dir):
         with contextlib.suppress(FailedError):
-            state = StateDir(engine.run_dir, key).read()
+            state = engine.store(key).read()
             if state is not None:
                 yield key, state
 
@@ -176,7 +176,7 @@ def all_states(engine: Engine) -> Iterator[tuple[str, AttachState]]:
 def clear_remains(engine: Engine, rtnl: Rtnl, remains: Remains) -> tuple[str, ...]:
     """Return what is worth a note, once nothing is left of such an attachment."""
     steps, notes = undo_remains(engine, rtnl, remains, dry_run=False)
-    store = StateDir(engine.run_dir, remains.key)
+    store = engine.store(remains.key)
     maps.remove_pins(engine.bpffs_dir / remains.key)
     confirming.disarm(store)
     store.remove()

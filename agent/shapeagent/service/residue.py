@@ -16,12 +16,12 @@ from shapeagent.kernel import netns as namespaces
 from shapeagent.kernel.rtnl import TC_H_ROOT, Rtnl
 from shapeagent.kernel.tclines import tool_words
 from shapeagent.kernel.tcobjects import What
-from shapeagent.model.errors import FailedError, ShapeError
+from shapeagent.model.errors import ConflictError, FailedError, ShapeError
 from shapeagent.model.reports import ResidueItem, ResidueReport
 from shapeagent.model.types import Direction, GsoLimits
 from shapeagent.policy.plan import MAJOR
 from shapeagent.service.following import look
-from shapeagent.service.state import KEPT_UNDO_SUFFIX, AttachState, StateDir
+from shapeagent.service.state import KEPT_UNDO_SUFFIX, AttachState, StateDir, list_states
 
 if TYPE_CHECKING:
     from shapeagent.service.engine import Engine
@@ -36,6 +36,7 @@ class _Known:
 
     living: dict[str, AttachState]
     ended: dict[str, AttachState | None]  # None: the state is damaged or missing
+    other_version: set[str]
 
 
 def find(engine: Engine, wait_s: float) -> ResidueReport:
@@ -80,14 +81,17 @@ def _places(engine: Engine) -> dict[int, tuple[str | None, Rtnl]]:
 
 
 def _read_states(engine: Engine, places: dict[int, tuple[str | None, Rtnl]]) -> _Known:
-    known = _Known({}, {})
-    for folder in _listed(engine.run_dir):
-        if not folder.is_dir():
-            continue
-        key = folder.name
+    known = _Known({}, {}, set())
+    folders = {folder.name for folder in _listed(engine.run_dir) if folder.is_dir()}
+    for key in sorted(folders.union(list_states(engine.run_dir, engine.bpffs_dir))):
         state = None
-        with contextlib.suppress(FailedError):
-            state = StateDir(engine.run_dir, key).read()
+        try:
+            state = engine.store(key).read()
+        except ConflictError:
+            known.other_version.add(key)
+            continue
+        except FailedError:
+            pass
         if state is not None and state.complete and _is_there(key, state, places):
             known.living[key] = state
         else:
@@ -128,9 +132,16 @@ def _folders(
         what = f"state of an attach that did not end or whose device is gone: {folder}"
         yield ResidueItem("state", what, fix, device, state.netns if state else None)
         if state is None or _is_there(key, state, places):
-            yield from _limits(StateDir(engine.run_dir, key), places)
+            yield from _limits(engine.store(key), places)
         else:
             yield from _moved_limits(key, state, places)
+    for key in sorted(known.other_version):
+        if is_asked_for(key):
+            yield ResidueItem(
+                "state",
+                f"state of another version of shapectl: {engine.run_dir / key}",
+                "shapectl detach, by the shapectl that attached it",
+            )
     for path in _listed(engine.run_dir):
         if path.name.endswith(KEPT_UNDO_SUFFIX) and is_asked_for(path.name):
             yield ResidueItem(
@@ -139,7 +150,11 @@ def _folders(
                 f"rm -- {path}",
             )
     for pins in _listed(engine.bpffs_dir):
-        if pins.name in known.living or not is_asked_for(pins.name):
+        if (
+            pins.name in known.living
+            or pins.name in known.other_version
+            or not is_asked_for(pins.name)
+        ):
             continue
         count = len(_listed(pins))
         yield ResidueItem("pin", f"{count} pins in {pins}", f"rm -r -- {pins}")
@@ -262,15 +277,18 @@ def _in_namespace(
     }
     ifbs = {state.ifb_index for state in living.values()}
     for device in link.list_devices(rtnl):
-        if device.alias.startswith(link.IFB_ALIAS) and device.index not in ifbs:
+        # an attach that is killed between making and marking one leaves it without an alias
+        unmarked = not device.alias and link.is_ifb_of_ours(rtnl, device)
+        ours = unmarked or device.alias.startswith(link.IFB_ALIAS)
+        if ours and device.index not in ifbs:
             yield ResidueItem(
                 "ifb",
-                f"device {device.name}: {device.alias}",
+                f"device {device.name}: {device.alias or 'an IFB of our name, without a mark'}",
                 f"{tool_words('ip', netns)} link delete dev {device.name}",
                 device.name,
                 netns,
             )
-        if device.index in living or device.alias.startswith(link.IFB_ALIAS):
+        if device.index in living or ours:
             continue
         with contextlib.suppress(ShapeError):  # a device that went away meanwhile
             yield from _on_device(device.name, device.index, netns, rtnl)

@@ -15,9 +15,7 @@ from shapeagent.kernel.tclines import Surroundings
 from shapeagent.model.errors import ConflictError, FailedError
 from shapeagent.model.types import Direction, Hook, IngressMode, TreePlan
 from shapeagent.service.hook import needs_clsact
-from shapeagent.service.state import AttachState, StateDir
-
-UNDO_HEADER = "# shapectl-undo 1"
+from shapeagent.service.state import UNDO_HEADER, AttachState, StateDir
 
 
 def hold_programs(pins: Path, wanted: DeviceSnapshot) -> None:

@@ -4,6 +4,10 @@
 One folder per interface under /run/shapectl, named like its pin folder. The
 state is written before the first change to the kernel, with what was there,
 so that a detach can put it back even if the attach did not end.
+
+A file is replaced as a whole: written beside, fsync, rename, fsync of the
+folder. Each can tell that it is damaged, and is then read from the copy that
+the kernel keeps beside the pins (`recovering` puts the file right).
 """
 
 from __future__ import annotations
@@ -12,15 +16,18 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shapeagent.kernel import kept
 from shapeagent.kernel.snapshot import DeviceSnapshot
 from shapeagent.model.errors import ConflictError, FailedError, PrivilegeError
 from shapeagent.model.types import DeviceFacts, GsoLimits, Hook, KernelFacts
@@ -30,7 +37,15 @@ _T = TypeVar("_T")
 SCHEMA = 1
 RUN_DIR = Path("/run/shapectl")
 KEPT_UNDO_SUFFIX = ".kept-undo"
-_LOCK_WAIT_S = 2.0
+UNDO_HEADER = "# shapectl-undo 1"
+#: Files of which the kernel keeps a copy, the state first: what the others must agree with.
+KEPT_FILES = ("state.json", "policy.toml", "snapshot.json", "undo", "confirm.json")
+_SEAL = '{"checksum": "'
+_SEALED_AT = len(_SEAL) + 8
+_LIST_SEAL = "# crc32 "
+_CORRUPT = ".corrupt-"
+_MOST_CORRUPT = 8  # of one folder
+LOCK_WAIT_S = 2.0
 _LOCK_POLL_S = 0.02
 
 
@@ -82,6 +97,7 @@ class AttachState:
     whitelist_generation: int = 0
     missing_cgroups: tuple[str, ...] = ()
     device_identity: int = 0  # kernel/identity.py; 0 = not known
+    recovered: tuple[str, ...] = ()  # what was damaged and put right, for status
 
     @property
     def our_ids(self) -> tuple[int, ...]:
@@ -93,15 +109,25 @@ class AttachState:
         return json.dumps({"schema": SCHEMA, **_plain(self)}, default=_plain)
 
     @classmethod
-    def from_json(cls, text: str) -> AttachState:
+    def from_json(cls, text: str, *, is_whole: bool = False) -> AttachState:
         """Return the state that `to_json` wrote.
 
+        Args:
+            is_whole: its checksum agreed: what is not known is news, and no damage.
+
         Raises:
-            ValueError: it is damaged or of another schema.
+            ValueError: it is damaged.
+            ConflictError: "state-other-version".
         """
         raw = json.loads(text)
-        if not isinstance(raw, dict) or raw.pop("schema", None) != SCHEMA:
-            raise ValueError("unknown schema")
+        if not isinstance(raw, dict) or "schema" not in raw:
+            raise ValueError("it is no state")
+        schema = raw.pop("schema")
+        if schema != SCHEMA:
+            raise _other_version(f"schema {schema}, and this shapectl knows {SCHEMA}")
+        unknown = sorted(raw.keys() - {one.name for one in dataclasses.fields(cls)})
+        if unknown and is_whole:
+            raise _other_version(f"fields that this shapectl does not know: {', '.join(unknown)}")
         try:
             raw["facts"] = DeviceFacts(**raw["facts"])
             kernel = raw["kernel"]
@@ -110,13 +136,22 @@ class AttachState:
                 raw[name] = GsoLimits(**raw[name]) if raw[name] else None
             for name in ("ipv6_routes", "missing_cgroups", "bytes_before", "spare_ids"):
                 raw[name] = tuple(raw[name])
+            raw["recovered"] = tuple(raw.get("recovered", ()))
             raw["ceilings"] = {
                 direction: {name: CeilingState(**item) for name, item in classes.items()}
                 for direction, classes in raw["ceilings"].items()
             }
             return cls(**raw)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"damaged: {error}") from error
+
+
+def _other_version(why: str) -> ConflictError:
+    return ConflictError(
+        "state-other-version",
+        f"The attachment was made by another version of shapectl: its state has {why}.",
+        hint="use the shapectl that attached it; shapectl-panic-off undoes it without any",
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -126,61 +161,216 @@ def _plain(value: Any) -> Any:
     return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
 
 
+def seal(text: str) -> str:
+    """Return the text of a JSON object with its checksum as the first member."""
+    return f'{_SEAL}{zlib.crc32(text.encode()):08x}", {text[1:]}'
+
+
+def unseal(text: str) -> str:
+    """Return the text without its checksum; one without a checksum, of an older version, as it is.
+
+    Raises: ValueError where they disagree.
+    """
+    if not text.startswith(_SEAL):
+        return text
+    inner = "{" + text[_SEALED_AT + 3 :]
+    if text != seal(inner):
+        raise ValueError("its checksum does not agree")
+    return inner
+
+
+class Staged:
+    """A file that is written and not yet in its place, where only the kernel can refuse.
+
+    Args:
+        lasting: whether it outlasts a crash of the machine whole; else `StateDir.sync` later.
+    """
+
+    def __init__(self, store: StateDir, name: str, text: str, *, lasting: bool = True) -> None:
+        self._store = store
+        self._name = name
+        self._data = text.encode()
+        self._temporary = store.folder / f".{name}.{os.getpid()}"
+        try:
+            store.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write_down(self._temporary, self._data, lasting=lasting)
+        except OSError as error:
+            self.drop()
+            raise unwritable(store.folder / name, error) from error
+
+    def commit(self) -> None:
+        """Put it in its place, and give the kernel its copy."""
+        try:
+            self._temporary.rename(self._store.folder / self._name)
+        except OSError as error:
+            self.drop()
+            raise unwritable(self._store.folder / self._name, error) from error
+        self._store.keep_copy(self._name, self._data)
+
+    def drop(self) -> None:
+        """Leave the file as it was."""
+        with contextlib.suppress(OSError):
+            self._temporary.unlink(missing_ok=True)
+
+
+def unwritable(path: Path, error: OSError) -> FailedError:
+    """Return the error of a state that cannot be written."""
+    return FailedError(
+        "state-unwritable",
+        f"Cannot write {path}: {error.strerror}.",
+        hint=f"is its file system full or read-only? df {path.parent}",
+    )
+
+
+def _write_down(path: Path, data: bytes, *, lasting: bool) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(descriptor, left) :]
+        if lasting:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class StateDir:
     """The folder of one interface: `state.json`, `policy.toml`, `whitelist`, and the way back.
 
     That is `snapshot.json`, what stood on the device before, and `undo`, the
     same as lines of `tc` and `ip`. All of them 0600.
+
+    Args:
+        pins: the attachment's pin folder, with the kernel's copies; None: without them.
     """
 
-    def __init__(self, run_dir: Path, key: str) -> None:
+    def __init__(self, run_dir: Path, key: str, pins: Path | None = None) -> None:
         self.folder = run_dir / key
+        self.pins = pins
 
     def read(self) -> AttachState | None:
         """Return the state, None where nothing is attached.
 
         Raises:
             FailedError: "state-damaged".
+            ConflictError: "state-other-version".
         """
-        return self._parsed(
-            "state.json",
-            AttachState.from_json,
-            "shapectl detach removes what the kernel still holds",
+        return self._load(
+            "state.json", _parse_state, "shapectl detach removes what the kernel still holds"
         )
 
     def write(self, state: AttachState) -> None:
-        """Replace the state as a whole."""
-        self._write("state.json", state.to_json())
+        """Replace the state as a whole; it and what was written before it last from then on."""
+        Staged(self, "state.json", seal(state.to_json())).commit()
+        self._sync_folder()
 
-    def read_policy(self) -> str:
-        """Return the TOML text of the policy in force."""
-        return (self.folder / "policy.toml").read_text(encoding="utf-8")
+    @contextlib.contextmanager
+    def writing(
+        self, state: AttachState, whitelist: str | None = None, *, lasting: bool = True
+    ) -> Iterator[None]:
+        """Do a change in the body, with what says so written before and in place after it.
+
+        A full disk is so noticed before the kernel is changed. An error in the
+        body leaves the files as they were.
+
+        Args:
+            whitelist: its new text, where that changes too.
+            lasting: see `Staged`.
+        """
+        staged: list[Staged] = []
+        try:
+            if whitelist is not None:
+                staged.append(Staged(self, "whitelist", seal_list(whitelist)))
+            text = seal(state.to_json())
+            staged.append(Staged(self, "state.json", text, lasting=lasting))
+            yield
+        except BaseException:
+            for one in staged:
+                one.drop()
+            raise
+        for one in staged:
+            one.commit()
+        if lasting:
+            self._sync_folder()
+
+    def sync(self) -> None:
+        """Make the state outlast a crash of the machine. Raises: FailedError state-unwritable."""
+        try:
+            _sync(self.folder / "state.json")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+        self._sync_folder()
+
+    def _sync_folder(self) -> None:
+        """Make renames last: without it a crash may leave the old name, or an empty file (C44)."""
+        try:
+            _sync(self.folder)
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+
+    def read_policy(self, digest: str | None = None) -> str:
+        """Return the TOML text of the policy in force.
+
+        Args:
+            digest: which one the state names.
+
+        Raises: FileNotFoundError; FailedError state-damaged.
+        """
+        found = self._load("policy.toml", self._policy_parser(digest), _DETACH)
+        if found is None:
+            raise FileNotFoundError(self.folder / "policy.toml")
+        return found
 
     def write_policy(self, text: str) -> None:
         """Keep the policy in force."""
         self._write("policy.toml", text)
 
     def read_whitelist(self) -> str:
-        """Return the whitelist as text, empty where there is none."""
+        """Return the whitelist as text, empty where there is none.
+
+        Raises: FailedError state-damaged.
+        """
+        return (
+            self._load("whitelist", unseal_list, "the next change of the whitelist reads it from "
+                       "the kernel") or ""
+        )  # fmt: skip
+
+    def salvage_whitelist(self) -> bytes:
+        """Return what is left of a whitelist that is damaged."""
         try:
-            return (self.folder / "whitelist").read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return ""
+            return (self.folder / "whitelist").read_bytes()
+        except OSError:
+            return b""
 
     def write_whitelist(self, text: str) -> None:
         """Replace the whitelist's text as a whole."""
-        self._write("whitelist", text)
+        self._write("whitelist", seal_list(text))
 
-    def read_confirm(self) -> str:
-        """Return the note of an attach that waits for its confirmation."""
-        return (self.folder / "confirm.json").read_text(encoding="utf-8")
+    def read_confirm(self) -> dict[str, Any] | None:
+        """Return the note of an attach that waits for its confirmation, None where none does.
+
+        Raises: FailedError state-damaged.
+        """
+        return self._load("confirm.json", _parse_note, "shapectl confirm, or detach")
 
     def write_confirm(self, text: str) -> None:
         """Keep that note."""
-        self._write("confirm.json", text)
+        self._write("confirm.json", seal(text))
 
     def remove_confirm(self) -> None:
         """Remove that note; nothing waits from now on."""
+        if self.pins is not None:
+            kept.forget(self.pins, "confirm.json")
         (self.folder / "confirm.json").unlink(missing_ok=True)
 
     def read_snapshot(self) -> DeviceSnapshot | None:
@@ -189,15 +379,15 @@ class StateDir:
         Raises:
             FailedError: "state-damaged".
         """
-        return self._parsed(
+        return self._load(
             "snapshot.json",
-            DeviceSnapshot.from_json,
+            _parse_snapshot,
             f"{self.undo_path} says in words of tc what stood there",
         )
 
     def write_snapshot(self, snapshot: DeviceSnapshot) -> None:
         """Keep what stands on the device now."""
-        self._write("snapshot.json", snapshot.to_json())
+        self._write("snapshot.json", seal(snapshot.to_json()))
 
     @property
     def undo_path(self) -> Path:
@@ -210,60 +400,224 @@ class StateDir:
 
     def keep_undo(self) -> Path:
         """Keep the lines beside the folder, for when that is removed. Returns their path."""
-        kept = self.folder.with_name(f"{self.folder.name}{KEPT_UNDO_SUFFIX}")
+        kept_at = self.folder.with_name(f"{self.folder.name}{KEPT_UNDO_SUFFIX}")
         try:
-            self.undo_path.replace(kept)
+            self.undo_path.replace(kept_at)
         except OSError as error:
             raise FailedError(
-                "state-unwritable", f"Cannot keep {kept}: {error.strerror}."
+                "state-unwritable", f"Cannot keep {kept_at}: {error.strerror}."
             ) from error
-        return kept
+        return kept_at
 
     def remove(self) -> None:
-        """Remove the folder and all in it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _parsed(self, name: str, parse: Callable[[str], _T], hint: str) -> _T | None:
-        """Return what a file says, None where there is none. Raises FailedError state-damaged."""
-        path = self.folder / name
+        """Remove the folder and all in it. Raises: FailedError state-unwritable."""
         try:
-            return parse(path.read_text(encoding="utf-8"))
+            shutil.rmtree(self.folder)
         except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise FailedError("state-damaged", f"{path}: {error}.", hint=hint) from error
-
-    def _write(self, name: str, text: str) -> None:
-        temporary = self.folder / f".{name}.{os.getpid()}"
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(descriptor, "w", encoding="utf-8") as stream:
-                stream.write(text)
-            # no fsync: pins and state go together at a crash of the machine
-            temporary.rename(self.folder / name)
+            return
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise FailedError(
-                "state-unwritable", f"Cannot write {self.folder / name}: {error.strerror}."
+                "state-unwritable",
+                f"Cannot remove {self.folder}: {error.strerror}.",
+                hint=f"when it can be written again: rm -r -- {self.folder}",
             ) from error
 
+    # --- damage
 
-def list_states(run_dir: Path) -> list[str]:
-    """Return the keys of all folders that hold a state."""
-    try:
-        return sorted(path.parent.name for path in run_dir.glob("*/state.json"))
-    except OSError:
-        return []
+    def keep_copy(self, name: str, data: bytes) -> None:
+        """Give the kernel its copy of a file, where it keeps one."""
+        if self.pins is not None and name in KEPT_FILES:
+            kept.keep(self.pins, name, data)
+
+    def keep_copies(self) -> None:
+        """Give the kernel its copies of all files, once the pin folder is made."""
+        for name in KEPT_FILES:
+            with contextlib.suppress(OSError):
+                self.keep_copy(name, (self.folder / name).read_bytes())
+
+    def damage(self, state: AttachState | None) -> dict[str, str]:
+        """Return file → why it cannot be used; empty where all is whole.
+
+        Args:
+            state: as read, from the file or from the kernel's copy.
+        """
+        parsers: dict[str, Callable[[str], object]] = {
+            "state.json": _checked(_parse_state),
+            "policy.toml": self._policy_parser(state.policy_digest if state else None),
+            "snapshot.json": _checked(_parse_snapshot),
+            "undo": self._check_undo,
+            "confirm.json": _checked(_parse_note),
+        }
+        found = {}
+        for name, parse in parsers.items():
+            try:
+                self._parse_file(name, parse)
+            except FileNotFoundError:
+                if self.pins is not None and kept.is_kept(self.pins, name):
+                    found[name] = "is missing"
+            except ValueError as error:
+                found[name] = str(error)
+        if self.lacks_whitelist(state):
+            found["whitelist"] = "it is cut or missing"
+        return found
+
+    def lacks_whitelist(self, state: AttachState | None) -> bool:
+        """Return whether the whitelist is missing or cut; its sum is compared when it is read."""
+        if state is None:
+            return False
+        try:
+            with (self.folder / "whitelist").open("rb") as stream:
+                size = stream.seek(0, os.SEEK_END)
+                stream.seek(max(0, size - len(_LIST_SEAL) - 9))
+                return not stream.read().startswith(_LIST_SEAL.encode())
+        except FileNotFoundError:
+            return bool(state.whitelist_entries)
+        except OSError:
+            return True
+
+    def restore_kept(self, name: str) -> bool:
+        """Return whether a damaged file was put aside, with the kernel's copy in its place.
+
+        Raises: FailedError state-unwritable.
+        """
+        data = self._read_kept(name)
+        if data is None:
+            return False
+        staged = Staged(self, name, data)
+        self.quarantine(name)
+        staged.commit()
+        return True
+
+    def quarantine(self, name: str) -> None:
+        """Move a damaged file aside; of such files the newest few stay."""
+        path = self.folder / name
+        unix_s = int(time.time())
+        while (aside := self.folder / f"{name}{_CORRUPT}{unix_s}").exists():
+            unix_s += 1
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(aside)
+        old = sorted(self.folder.glob(f"*{_CORRUPT}*"), key=lambda one: one.lstat().st_ctime_ns)
+        for one in old[:-_MOST_CORRUPT]:
+            with contextlib.suppress(OSError):
+                one.unlink()
+
+    def quarantined(self) -> tuple[str, ...]:
+        """Return the names of the files that were put aside."""
+        return tuple(sorted(one.name for one in self.folder.glob(f"*{_CORRUPT}*")))
+
+    def _read_kept(self, name: str) -> str | None:
+        if self.pins is None:
+            return None
+        data = kept.read_kept(self.pins, name)
+        return None if data is None else data.decode(errors="replace")
+
+    def _load(self, name: str, parse: Callable[[str], _T], hint: str) -> _T | None:
+        """Return what a file says, else what the kernel's copy does, None where there is none.
+
+        Raises: FailedError state-damaged.
+        """
+        why: ValueError | None = None
+        try:
+            return self._parse_file(name, parse)
+        except FileNotFoundError:
+            pass
+        except ValueError as error:
+            why = error
+        copy = self._read_kept(name) if name in KEPT_FILES else None
+        if copy is not None:
+            with contextlib.suppress(ValueError):
+                return parse(copy)
+        if why is None:
+            return None
+        raise FailedError("state-damaged", f"{self.folder / name}: {why}.", hint=hint) from why
+
+    def _parse_file(self, name: str, parse: Callable[[str], _T]) -> _T:
+        """Return what a file says. Raises FileNotFoundError; ValueError where it is damaged."""
+        try:
+            data = (self.folder / name).read_bytes()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise ValueError(f"it cannot be read: {error.strerror}") from error
+        return parse(data.decode())
+
+    def _policy_parser(self, digest: str | None) -> Callable[[str], str]:
+        def parse(text: str) -> str:
+            if digest is None or hashlib.sha256(text.encode()).hexdigest() == digest:
+                return text
+            # newer than the state, where the change was killed between the two
+            if text == self._read_kept("policy.toml"):
+                return text
+            raise ValueError("it is not the policy that the state names")
+
+        return parse
+
+    def _check_undo(self, text: str) -> str:
+        last = text.rstrip("\n").rpartition("\n")[2]
+        if not text.startswith(UNDO_HEADER) or last != f"rm -r -f -- {self.folder}":
+            raise ValueError("its lines are cut")
+        return text
+
+    def _write(self, name: str, text: str) -> None:
+        Staged(self, name, text).commit()
+
+
+_DETACH = "shapectl detach removes what the kernel still holds"
+
+
+def _parse_state(text: str) -> AttachState:
+    return AttachState.from_json(unseal(text), is_whole=text.startswith(_SEAL))
+
+
+def _parse_snapshot(text: str) -> DeviceSnapshot:
+    return DeviceSnapshot.from_json(unseal(text))
+
+
+def _parse_note(text: str) -> dict[str, Any]:
+    found = json.loads(unseal(text))
+    if not isinstance(found, dict) or not found.keys() >= {"token", "deadline_s", "guardian"}:
+        raise ValueError("it is no note of --confirm")
+    return found
+
+
+def _checked(parse: Callable[[str], object]) -> Callable[[str], object]:
+    """Return what finds damage: by the checksum, where there is one; that costs the least."""
+    return lambda text: unseal(text) if text.startswith(_SEAL) else parse(text)
+
+
+def seal_list(text: str) -> str:
+    """Return a whitelist's text with its checksum as the last line."""
+    return f"{text}{_LIST_SEAL}{zlib.crc32(text.encode()):08x}\n"
+
+
+def unseal_list(text: str) -> str:
+    """Return the text above the last line. Raises: ValueError where they disagree."""
+    above, mark, checksum = text.rpartition(_LIST_SEAL)
+    if not mark or checksum != f"{zlib.crc32(above.encode()):08x}\n":
+        raise ValueError("it is cut or changed")
+    return above
+
+
+def list_states(run_dir: Path, bpffs_dir: Path | None = None) -> list[str]:
+    """Return the keys of all folders that hold a state, or pins that hold a copy of one."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        found |= {path.parent.name for path in run_dir.glob("*/state.json")}
+    if bpffs_dir is not None:
+        with contextlib.suppress(OSError):
+            pin = kept.pin_of(Path("*"), "state.json")
+            found |= {path.parent.name for path in bpffs_dir.glob(str(pin))}
+    return sorted(found)
 
 
 @contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def locked(run_dir: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
     """Hold the one writer's lock.
 
     Raises:
-        ConflictError: "locked" after 2 s, with the holder's pid.
+        ConflictError: "locked" after `wait_s`, with the holder's pid.
         PrivilegeError: "missing-privilege", the folder is root's.
+        FailedError: "state-unwritable".
     """
     path = run_dir / "lock"
     try:
@@ -273,16 +627,22 @@ def locked(run_dir: Path) -> Iterator[None]:
         raise PrivilegeError(
             "missing-privilege", f"Cannot open {path}: {error.strerror}.", hint="run it with sudo"
         ) from error
+    except OSError as error:
+        raise FailedError(
+            "state-unwritable",
+            f"Cannot open {path}: {error.strerror}.",
+            hint=f"look at the file system: df {run_dir.parent}",
+        ) from error
     try:
-        _take(descriptor, path)
+        _take(descriptor, path, wait_s)
         os.pwrite(descriptor, f"{os.getpid():<20}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)
 
 
-def _take(descriptor: int, path: Path) -> None:
-    deadline = time.monotonic() + _LOCK_WAIT_S
+def _take(descriptor: int, path: Path, wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

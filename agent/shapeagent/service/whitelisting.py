@@ -7,6 +7,7 @@ holds class and expiry and checks the expiry itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterable, Sequence
@@ -78,9 +79,9 @@ def add(
     changed = [entry for key, entry in wanted.items() if known.get(key) != entry]
     fresh = sum(1 for entry in changed if key_of(entry) not in known)
     if changed:
-        if len(changed) != 1 or not _add_one(attached, changed[0], known):
-            put_in_force(attached, wanted.values())
-        _remember(attached, wanted)
+        with _remembering(attached, wanted):
+            if len(changed) != 1 or not _add_one(attached, changed[0], known):
+                put_in_force(attached, wanted.values())
     return _result(
         attached, added=fresh, removed=0, unchanged=len(entries) - len(changed), total=len(wanted)
     )
@@ -93,11 +94,11 @@ def remove(attached: Attached, entries: Sequence[WhitelistEntry]) -> WhitelistCh
     gone = [known[key] for key in keys if key in known]
     left = {key: entry for key, entry in known.items() if key not in keys}
     if gone:
-        if len(gone) == 1 and not _shares_address(gone[0], left):
-            attached.datapath.remove_entry(gone[0])
-        else:
-            put_in_force(attached, left.values())
-        _remember(attached, left)
+        with _remembering(attached, left):
+            if len(gone) == 1 and not _shares_address(gone[0], left):
+                attached.datapath.remove_entry(gone[0])
+            else:
+                put_in_force(attached, left.values())
     return _result(
         attached, added=0, removed=len(gone), unchanged=len(keys) - len(gone), total=len(left)
     )
@@ -125,8 +126,8 @@ def replace(
     added = sum(1 for key in wanted if key not in known)
     removed = sum(1 for key in known if key not in wanted)
     if wanted != known:
-        put_in_force(attached, wanted.values())
-        _remember(attached, wanted)
+        with _remembering(attached, wanted):
+            put_in_force(attached, wanted.values())
     return _result(attached, added=added, removed=removed, unchanged=same, total=len(wanted))
 
 
@@ -199,15 +200,22 @@ def put_in_force(attached: Attached, entries: Iterable[WhitelistEntry]) -> None:
     )
 
 
-def _remember(attached: Attached, entries: dict[_Key, WhitelistEntry]) -> None:
-    attached.store.write_whitelist(export_list(entries.values()))
-    attached.save(
-        dataclasses.replace(
-            attached.state,
-            whitelist_entries=len(entries),
-            whitelist_generation=attached.state.whitelist_generation + 1,
-        )
+def _remembering(
+    attached: Attached, entries: dict[_Key, WhitelistEntry]
+) -> contextlib.AbstractContextManager[None]:
+    """Change the kernel's lists in the body; the entries are remembered where that did not fail."""
+    state = dataclasses.replace(
+        attached.state,
+        whitelist_entries=len(entries),
+        whitelist_generation=attached.state.whitelist_generation + 1,
     )
+    return attached.saving(state, export_list(entries.values()))
+
+
+def unchanged(attached: Attached) -> WhitelistChange:
+    """Return that nothing changed: what opening the attachment has put right is enough."""
+    known = read_entries(attached.store)
+    return _result(attached, added=0, removed=0, unchanged=len(known), total=len(known))
 
 
 def _result(
