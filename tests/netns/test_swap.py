@@ -132,6 +132,7 @@ def test_an_older_layout_is_migrated(
             with UdpSource(one.netns, target, packets_per_s=1000, size=64, limit=50):
                 wait_until(lambda: sink.received == 50, "bulk to arrive")
     if why == "layout":
+        (one.pins / "spared").rename(one.pins / "former")  # a map that this version does not have
         with pytest.raises(ConflictError) as caught:
             one.engine.class_set(one.device, "bulk", 50 * MBIT)
         assert caught.value.reference == "other-version-attached", f"got {caught.value}"
@@ -140,6 +141,7 @@ def test_an_older_layout_is_migrated(
     assert remembered(one) == wanted, f"got {remembered(one)}, want {wanted}"
     assert one.packets()["bulk"] >= 50, f"got {one.packets()}, want what was counted before"
     assert one.state()["abi_version"] == abi.SHP_ABI_VERSION
+    assert not (one.pins / "former").exists(), "got a pin of the old layout, want it gone"
     one.engine.detach(one.device)
     assert one.host_state() == before, f"got {one.host_state()}, want {before}"
     one.check_programs_gone()

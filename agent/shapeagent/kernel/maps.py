@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -199,6 +199,19 @@ def have_other_shapes(folder: Path) -> bool:
         except ConflictError:
             return True
     return False
+
+
+def remove_unused(folder: Path, former: Collection[int]) -> None:
+    """Remove the pins of former maps (by id) whose names this version does not have."""
+    for path in folder.iterdir():
+        if path.name in SHAPES or path.name.startswith(PIN_PREFIXES):
+            continue
+        descriptor = bpf.get_pinned(str(path))
+        try:
+            if bpf.map_id(descriptor) in former:
+                path.unlink()
+        finally:
+            os.close(descriptor)
 
 
 def copy_percpu(source: int, target: int, shape: MapShape, cpus: int) -> None:

@@ -188,6 +188,16 @@ def _put(place: Place, state: AttachState, programs: Mapping[str, int]) -> None:
         place.swap(direction, programs[name], state.our_ids)
 
 
+def _maps_of(pins: Path) -> set[int]:
+    """Return the ids of the maps that the pinned programs use."""
+    found: set[int] = set()
+    for name in PROGRAMS:
+        descriptor = bpf.get_pinned(str(pins / name))
+        found |= set(bpf.program_facts(descriptor).map_ids)
+        bpf.close_all([descriptor])
+    return found
+
+
 def _finish(
     pins: Path,
     folder: Path,
@@ -196,6 +206,7 @@ def _finish(
     digest: str,
 ) -> AttachState:
     """Give the new pins the names of the old ones. Each is a rename, so none is ever missing."""
+    before = _maps_of(pins)
     for name, program in fresh.items():
         beside = folder / f"{name}{_NEXT}"
         beside.unlink(missing_ok=True)
@@ -205,6 +216,7 @@ def _finish(
         for name in sorted(os.listdir(folder)):
             (folder / name).rename(pins / name)
         folder.rmdir()
+        maps.remove_unused(pins, before)
     return dataclasses.replace(
         state,
         program_ids={**state.program_ids, **{name: one.id for name, one in fresh.items()}},
