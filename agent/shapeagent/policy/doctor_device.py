@@ -242,17 +242,18 @@ def _examine_programs(device: InterfaceFacts, answers: DeviceAnswers) -> Iterato
             Severity.INFO,
             name,
             f"Others have filters here: {'; '.join(answers.filters)}.",
-            "shapectl runs beside them; one that ends the hook before ours (any action but "
-            "continue) hides it.",
+            "A tcx link of ours (Linux 6.6) runs before them; with --hook clsact one that ends the "
+            "hook before ours (any action but continue) hides it.",
             f"tc filter show dev {name} egress; after attach: shapectl status {name}",
         )
     if answers.tcx:
         yield Finding(
             "tcx-shared",
-            Severity.WARNING,
+            Severity.INFO,
             name,
             f"Others have programs here that tc does not show: {'; '.join(answers.tcx)}.",
-            "They run before every filter, and one that does not say NEXT hides ours.",
+            "attach puts its tcx links in front of them. One that comes before ours later, and "
+            "does not say NEXT, hides it: status says so.",
             f"bpftool net show dev {name}; after attach: shapectl status {name}",
         )
     if answers.has_fq and not answers.attached and (answers.filters or answers.tcx):
@@ -289,7 +290,7 @@ def _examine_programs(device: InterfaceFacts, answers: DeviceAnswers) -> Iterato
             Severity.INFO,
             name,
             "Whether there are tcx programs could not be seen.",
-            "They run before every filter, and may hide ours.",
+            "One that came in front of ours, and does not say NEXT, would hide it.",
             "sudo shapectl doctor",
         )
     elif not (answers.filters or answers.tcx or answers.xdp):
