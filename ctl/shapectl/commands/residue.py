@@ -24,10 +24,18 @@ def command(ctx: click.Context) -> int:
     if session.json:
         print_json(report)
         return 1 if report.items else 0
+    maps: dict[str, list[str]] = {}
     for item in report.items:
+        if item.kind == "map":
+            number, _, holder = item.what.removeprefix("map ").partition(" of ")
+            maps.setdefault(holder, []).append(number)
+            continue
         place = f" in namespace {item.netns}" if item.netns else ""
         print_line(f"{item.kind:<14} {item.what}{place}")
         print_line(f"  remove: {item.fix}")
+    for holder, numbers in maps.items():
+        print_line(f"{'maps':<14} {len(numbers)} of {holder}: {', '.join(numbers)}")
+        print_line("  remove: they end with it, and with their last pin or descriptor")
     if not report.items:
         note(f"Nothing is left; attachments in force: {report.attached}.")
     return 1 if report.items else 0
