@@ -60,6 +60,16 @@ def test_table_on_a_terminal_is_coloured_and_loses_no_text(
     assert "\x1b[1m" in shown, f"got no bold heading in {shown!r}"
 
 
+def test_columns_line_up_where_characters_are_wide(capsys: pytest.CaptureFixture[str]) -> None:
+    output.print_table(("name", ">number", "end"), [("日本", 7, "x"), ("abc", 123, "")])
+    assert capsys.readouterr().out.splitlines() == [
+        "name  number  end",
+        "─────────────────",
+        "日本       7  x",
+        "abc      123",
+    ]
+
+
 def test_markup_and_escapes_in_cells_are_shown_as_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
