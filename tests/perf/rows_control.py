@@ -23,7 +23,7 @@ from shapeagent.kernel import bpf, maps
 from shapeagent.kernel import compile as kernel_compile
 from shapeagent.kernel.datapath import Datapath
 from shapeagent.kernel.probe import read_possible_cpus
-from shapeagent.service import documents
+from shapeagent.service import listfiles
 
 PINS = Path("/sys/fs/bpf/shapectl")  # where the command line pins
 ENTRIES = 100_000
@@ -111,8 +111,8 @@ def whitelist_import(options: Options) -> Sequence[Result]:
                 watcher.start()
                 try:
                     started = time.perf_counter()
-                    entries, _ = documents.parse_whitelist_file(
-                        str(path), documents.LineDefaults(traffic_class="stream")
+                    entries, _ = listfiles.parse_whitelist_file(
+                        str(path), listfiles.LineDefaults(traffic_class="stream")
                     )
                     ends.engine.whitelist_import(ends.near.device, entries)
                     by_engine.append(time.perf_counter() - started)

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import platform
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -105,10 +104,10 @@ def bpf_call(command: int, attr: bytearray) -> int:
     Raises:
         OSError: with the kernel's errno.
     """
-    number = _SYS_BPF.get(platform.machine())
+    number = _SYS_BPF.get(os.uname().machine)
     if number is None:
         raise UnsupportedError(
-            "unknown-machine", f"The bpf system call of {platform.machine()} is not known."
+            "unknown-machine", f"The bpf system call of {os.uname().machine} is not known."
         )
     buffer = (ctypes.c_char * len(attr)).from_buffer(attr)
     result: int = _LIBC.syscall(number, command, ctypes.byref(buffer), len(attr))

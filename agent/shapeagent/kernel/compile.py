@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from shapeagent.kernel import bpf
-from shapeagent.kernel.headers import find_kernel_headers
 from shapeagent.kernel.source import MAIN_FILE, flatten, source_digest, source_dir
 from shapeagent.model import errors
 from shapeagent.model.errors import FailedError, ShapeError, UnsupportedError
@@ -96,6 +94,10 @@ def find_image(*, cache_dir: Path = CACHE_DIR, folder: Path | None = None) -> tu
 
 def compile_image(text: str, digest: str) -> tuple[Image, dict[str, Any]]:
     """Compile in a fresh process. Returns the image and its JSON form."""
+    import subprocess
+
+    from shapeagent.kernel.headers import find_kernel_headers
+
     request = {
         "text": text,
         "cflags": ["-Wno-unused-value", "-Wno-compare-distinct-pointer-types"],

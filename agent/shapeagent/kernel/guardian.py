@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -105,6 +103,8 @@ def is_waiting(guardian: Guardian) -> bool:
 
 def _systemd_fits() -> bool:
     """A unit runs in the namespaces of PID 1: elsewhere it would look at another host."""
+    import shutil
+
     if not SYSTEMD_DIR.is_dir() or shutil.which("systemd-run") is None:
         return False
     try:
@@ -119,6 +119,8 @@ def _systemd_fits() -> bool:
 def _start_timer(
     name: str, delay_s: float, argv: Sequence[str], environment: Mapping[str, str]
 ) -> Guardian:
+    import subprocess
+
     settings = [f"--setenv={key}={value}" for key, value in environment.items()]
     words = ["systemd-run", "--quiet", "--collect", f"--unit={name}", *settings]
     words += [f"--on-active={delay_s:g}s", "--timer-property=AccuracySec=50ms"]
@@ -138,6 +140,8 @@ def _start_timer(
 
 
 def _systemctl(*words: str) -> bool:
+    import subprocess
+
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
             ["systemctl", *words],
@@ -150,6 +154,8 @@ def _systemctl(*words: str) -> bool:
 def _start_process(
     delay_s: float, argv: Sequence[str], environment: Mapping[str, str], ready: Path
 ) -> Guardian:
+    import subprocess
+
     ready.unlink(missing_ok=True)
     ready.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")

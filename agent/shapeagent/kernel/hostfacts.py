@@ -8,7 +8,6 @@ that a faked tree can be given.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import sys
@@ -65,12 +64,6 @@ _COMMENT = re.compile(r"#[^\n]*")
 _PROXY_PASS = re.compile(r"\bproxy_pass\s")
 _BUFFERING_OFF = re.compile(r"\bproxy_buffering\s+off\s*;")
 _NODELAY_OFF = re.compile(r"\btcp_nodelay\s+off\s*;")
-
-# fsopen(2) and friends have the same numbers on every machine since 5.2.
-_FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
-_FSCONFIG_CMD_CREATE = 6
-_FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
-_MOUNT_ATTR_RDONLY = 1
 
 
 class _Reader:
@@ -278,37 +271,6 @@ def read_rdma(sys_dir: Path = Path("/sys")) -> tuple[RdmaPort, ...]:
                 )
             )
     return tuple(found)
-
-
-@contextlib.contextmanager
-def sysfs_of_this_namespace() -> Iterator[Path]:
-    """Give a folder with the sysfs of the thread's network namespace.
-
-    `/sys` shows the devices of the namespace in which it was mounted. This one
-    is mounted nowhere: it hangs on a descriptor, nobody else sees it, and it
-    ends with the block. Without the privilege for that it is `/sys`.
-    """
-    descriptor = _open_sysfs()
-    if descriptor < 0:
-        yield Path("/sys")
-        return
-    try:
-        yield Path(f"/proc/self/fd/{descriptor}")
-    finally:
-        os.close(descriptor)
-
-
-def _open_sysfs() -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    context = libc.syscall(_FSOPEN, b"sysfs", _FSOPEN_CLOEXEC)
-    if context < 0:
-        return -1
-    try:
-        if libc.syscall(_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0) < 0:
-            return -1
-        return int(libc.syscall(_FSMOUNT, context, _FSMOUNT_CLOEXEC, _MOUNT_ATTR_RDONLY))
-    finally:
-        os.close(context)
 
 
 def _shown(path: Path, root: Path) -> str:

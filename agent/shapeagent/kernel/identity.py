@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from shapeagent.kernel.hostfacts import sysfs_of_this_namespace
 from shapeagent.kernel.netns import run_in_netns
+from shapeagent.kernel.sysfs import sysfs_of_this_namespace
 
 _SYS = Path("/sys")  # may show another namespace: not asked
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import array
 import contextlib
-import difflib
 import errno
 import fcntl
-import hashlib
 import re
 import socket
 import struct
@@ -143,6 +141,8 @@ def read_device(rtnl: Rtnl, name: str) -> DeviceFacts:
             if error.errno not in (errno.ENODEV, errno.EINVAL, errno.ERANGE):
                 raise named_error(error, "read the device", name) from error
     known = [other for link in list_devices(rtnl) for other in (link.name, *link.altnames)]
+    import difflib
+
     near = difflib.get_close_matches(name, known, n=3) or sorted(known)[:8]
     if len(name) > NAME_MAX_BYTES:
         raise InputError(
@@ -251,6 +251,8 @@ def derive_ifb_name(device: str, taken: Collection[str]) -> str:
 
 
 def _ifb_names(device: str) -> list[str]:
+    import hashlib
+
     digests = (
         hashlib.sha256(f"{device}\0{salt}".encode()).hexdigest() for salt in range(_IFB_TRIES)
     )

@@ -10,7 +10,6 @@ opened in there stays in there, whichever thread uses it later.
 from __future__ import annotations
 
 import ctypes
-import difflib
 import os
 import socket
 import struct
@@ -102,6 +101,8 @@ def _open_netns(netns: str) -> int:
     try:
         return os.open(NETNS_DIR / netns, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
+        import difflib
+
         names = list_netns()
         near = difflib.get_close_matches(netns, names, n=3) or names[:5]
         raise InputError(

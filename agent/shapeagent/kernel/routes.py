@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import secrets
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -158,6 +157,8 @@ def _random_address(network: ipaddress.IPv6Network) -> str:
     if network.prefixlen < 16:
         network = ipaddress.IPv6Network("2001:db8::/32")  # RFC 3849
     host_bits = 128 - network.prefixlen
+    import secrets
+
     number = int(network.network_address) | secrets.randbits(host_bits) | 1 << (host_bits - 1)
     return str(ipaddress.IPv6Address(number))
 

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+import pkgutil
 
 BUILTIN_SOURCE = "built-in"
 
 
 def default_policy_text() -> str:
     """Return the TOML text of the built-in policy, which is also the example."""
-    return files("shapeagent.policy").joinpath("default.toml").read_text(encoding="utf-8")
+    data = pkgutil.get_data("shapeagent.policy", "default.toml")
+    assert data is not None  # it is part of the package
+    return data.decode()

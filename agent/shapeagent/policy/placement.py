@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from shapeagent.model.reports import Finding, Severity
-from shapeagent.policy.doctor import ok
 
 #: Device type → bytes that its header takes from the MTU of the device below.
 OVERHEAD_BYTES = {"vxlan": 50, "geneve": 50, "gre": 24, "wireguard": 80}
@@ -132,7 +131,7 @@ def judge_placement(device: Place, places: Mapping[str, Place]) -> Finding:
     text = f"{name} is no part of a bond, bridge or VLAN"
     if device.uppers:
         text = f"{name} carries {', '.join(device.uppers)}: the right place"
-    return ok("placement", text, name)
+    return Finding("placement", Severity.OK, name, text, "", "")
 
 
 def _misplaced(identity: str, name: str, what: str, why: str, better: tuple[str, ...]) -> Finding:

@@ -22,10 +22,9 @@ from shapeagent.model.errors import ConflictError, FailedError, ShapeError
 from shapeagent.model.reports import AttachReport, AttachRequest
 from shapeagent.model.types import DeviceFacts, Direction, IngressMode, Policy, Profile
 from shapeagent.policy.rules import compile_rules
-from shapeagent.service import confirming, detaching, following, recovering, selftest, swapping
+from shapeagent.service import confirming, following, keptpolicy, recovering, selftest, swapping
 from shapeagent.service.ceilings import initial_ceilings, tree_of
 from shapeagent.service.describing import interface_status
-from shapeagent.service.detaching import restore_gso
 from shapeagent.service.filling import fill, ifb_lease, write_classes, write_config
 from shapeagent.service.hook import (
     PROGRAMS,
@@ -88,6 +87,8 @@ def attach(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> AttachReport:
     if state is not None and not state.complete:
         # killed in the middle: back to what was there, then as if nothing had been
         engine.progress("undoing what did not end")
+        from shapeagent.service import detaching
+
         detaching.detach(engine, rtnl, wanted.device.name, dry_run=False)
         wanted, state = make_plan(engine, rtnl, request), None
     if state is not None:
@@ -194,6 +195,7 @@ def _build(
         # where the undo fails, what waits tries again
         undo.add(partial(stop_guardian, pending.guardian), only_if_clean=True)
     store.write_policy(wanted.policy.text)
+    _keep_policy(store, wanted.policy.text, state)
     store.write_snapshot(wanted.before)
     store.write_undo(undo_text(rtnl, store, state, wanted.before, wanted.egress_tree, pins))
     store.write(state)
@@ -239,6 +241,11 @@ def _build(
     return state
 
 
+def _keep_policy(store: StateDir, text: str, state: AttachState) -> None:
+    """Keep what the policy's text means, so that later commands need not validate it again."""
+    keptpolicy.renew(store.folder, text, state.policy_source, state.link_rate_bits_per_s)
+
+
 def _change_device(
     engine: Engine,
     rtnl: Rtnl,
@@ -251,6 +258,8 @@ def _change_device(
     """Segment limit, egress tree, IFB with its tree."""
     index = wanted.device.index
     if wanted.gso_wanted != wanted.gso_before:
+        from shapeagent.service.detaching import restore_gso
+
         undo.add(lambda: restore_gso(engine, rtnl, index, wanted.gso_before))
         link.set_gso(rtnl, index, wanted.gso_wanted)
         state = dataclasses.replace(state, gso_set=link.read_gso(rtnl, index))
@@ -395,6 +404,7 @@ def _attach_again(
             config = attached.datapath.read_config()
             config.ifb_lease_jiffies = ifb_lease(state, wanted.request.ingress_lease_s)
             attached.datapath.write_config(config)
+        _keep_policy(store, wanted.policy.text, attached.state)
     finally:
         attached.close()
     return AttachReport(

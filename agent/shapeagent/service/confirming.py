@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -57,6 +56,8 @@ def arm(engine: Engine, store: StateDir, device: str, confirm_s: float) -> Pendi
 
     Raises: FailedError guardian-failed.
     """
+    import secrets
+
     token = secrets.token_hex(8)
     words = [str(engine.run_dir), str(engine.bpffs_dir), engine.netns or "", device, token]
     keep = {key: os.environ[key] for key in ("PYTHONPATH", "LANG") if key in os.environ}

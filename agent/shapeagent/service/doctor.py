@@ -12,6 +12,7 @@ from shapeagent.kernel import hostfacts, link, livefacts
 from shapeagent.kernel.compile import image_path, read_source
 from shapeagent.kernel.netns import read_netns_cookie, run_in_netns
 from shapeagent.kernel.rtnl import Rtnl
+from shapeagent.kernel.sysfs import sysfs_of_this_namespace
 from shapeagent.model.errors import ShapeError
 from shapeagent.model.hostfacts import (
     DeviceAnswers,
@@ -75,7 +76,7 @@ def judge(sight: Sight, device: str | None = None, *, netns: str | None = None) 
 
 def look(device: str | None) -> tuple[str | None, Sight]:
     """Return the device's own name and what is to be seen from this thread's namespace."""
-    with Rtnl() as rtnl, hostfacts.sysfs_of_this_namespace() as sys_dir:
+    with Rtnl() as rtnl, sysfs_of_this_namespace() as sys_dir:
         # first, so that a wrong name costs nothing; an alternative name becomes the real one
         facts = link.read_device(rtnl, device) if device is not None else None
         name = facts.name if facts else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that people write: policies and whitelists. Reads and writes them; decides nothing.
+"""The files that people write. Reads and writes them; decides nothing.
 
-What a text means is decided in `model/schema.py` and `policy/whitelist.py`.
+What a policy means is decided in `model/schema.py`; whitelists are read by `listfiles.py`.
 """
 
 from __future__ import annotations
@@ -9,22 +9,12 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shapeagent.model.errors import FailedError, InputError, PrivilegeError, ShapeError
-from shapeagent.model.reports import WhitelistRow
-from shapeagent.model.types import Match, Policy, WhitelistEntry
+from shapeagent.model.types import Policy
 from shapeagent.policy.builtin import BUILTIN_SOURCE, default_policy_text
-from shapeagent.policy.whitelist import (
-    LineDefaults,
-    canonical_prefix,
-    export_list,
-    parse_entry,
-    parse_list,
-)
 
 if TYPE_CHECKING:
     from shapeagent.model.schema import PolicySummary
@@ -37,13 +27,9 @@ MAX_DOCUMENT_BYTES = 256 << 20
 
 __all__ = [
     "DEFAULT_POLICY_PATH",
-    "LineDefaults",
     "check_policy_text",
     "example_policy_text",
-    "export_whitelist",
     "load_policy_text",
-    "parse_whitelist_entry",
-    "parse_whitelist_file",
     "read_document",
     "read_document_bytes",
     "read_policy",
@@ -104,6 +90,8 @@ def write_document(path: str | Path, text: str) -> None:
         PrivilegeError: file-forbidden.
     Effects: makes the folder; replaces a regular file, writes through to a pipe or device.
     """
+    import tempfile
+
     target = Path(path)
     data = text.encode("utf-8")
     try:
@@ -177,67 +165,3 @@ def check_policy_text(
     from shapeagent.model.schema import check_policy
 
     return check_policy(text, source, link_rate_bits_per_s=link_rate_bits_per_s)
-
-
-def parse_whitelist_entry(
-    text: str, defaults: LineDefaults
-) -> tuple[WhitelistEntry, tuple[str, ...]]:
-    """Return the entry that `text` names, and notices about how it is stored.
-
-    Raises: as `whitelist.parse_entry`.
-    """
-    return parse_entry(text, defaults)
-
-
-def parse_whitelist_file(
-    path: str, defaults: LineDefaults, *, lenient: bool = False
-) -> tuple[tuple[WhitelistEntry, ...], tuple[str, ...]]:
-    """Return the entries of the list at `path` (`-` for stdin), and notices about them.
-
-    Args:
-        lenient: leave bad lines out, with a notice that counts them.
-    Raises: as `read_document_bytes`; InputError whitelist-invalid, which names each bad line.
-    """
-    data = read_document_bytes(path)
-    name = "stdin" if path == "-" else path
-    try:
-        found = parse_list(data, defaults, lenient=lenient)
-    except InputError as error:
-        raise InputError(
-            error.reference, f"{name}: {error.message}", hint=error.hint, details=error.details
-        ) from error
-    notices = list(found.notices)
-    for count, what in (
-        (found.bad_lines, "cannot be used and was left out"),
-        (found.duplicates, "repeats an entry and counts once"),
-        (found.expired, "has expired and was left out"),
-    ):
-        if count:
-            notices.append(f"{name}: {_counted(count, what)}")
-    return found.entries, tuple(notices)
-
-
-def _counted(count: int, what: str) -> str:
-    if count == 1:
-        return f"1 line {what}"
-    plural = what.replace("was ", "were ").replace("repeats", "repeat").replace("has ", "have ")
-    return f"{count:,} lines {plural.replace('counts', 'count')}"
-
-
-def export_whitelist(rows: Iterable[WhitelistRow]) -> str:
-    """Return a list file that `parse_whitelist_file` reads back as the same entries."""
-    return export_list(_entry_of(row) for row in rows)
-
-
-def _entry_of(row: WhitelistRow) -> WhitelistEntry:
-    source = canonical_prefix(row.source)[0] if row.source else None
-    destination = canonical_prefix(row.destination)[0] if row.destination else None
-    return WhitelistEntry(
-        match=Match(row.match),
-        traffic_class=row.traffic_class,
-        source=source,
-        destination=destination,
-        owner=row.owner,
-        reason=row.reason,
-        expires_unix_s=row.expires_unix_s,
-    )

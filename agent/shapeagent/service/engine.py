@@ -38,22 +38,9 @@ from shapeagent.model.reports import (
 from shapeagent.model.types import Direction, Policy, Profile, TreePlan, WhitelistEntry
 from shapeagent.policy.meters import least_paced_rate
 from shapeagent.policy.plan import class_rate_change, twin_minor, with_changes
-from shapeagent.policy.whitelist import warn_deciding_first
-from shapeagent.service import (
-    attaching,
-    confirming,
-    describing,
-    detaching,
-    explaining,
-    following,
-    planning,
-    recovering,
-    residue,
-    swapping,
-    whitelisting,
-)
+from shapeagent.service import describing, following, recovering
 from shapeagent.service.ceilings import Enforcement, ceiling_states, class_words, tree_of
-from shapeagent.service.documents import load_policy_text
+from shapeagent.service.keptpolicy import policy_of
 from shapeagent.service.state import (
     RUN_DIR,
     AttachState,
@@ -90,7 +77,7 @@ class Attached:
         self.pins = pins or engine.bpffs_dir / key
         text = store.read_policy(state.policy_digest)
         self.policy = _as_attached(
-            load_policy_text(text, state.policy_source, state.link_rate_bits_per_s), state
+            policy_of(store.folder, text, state.policy_source, state.link_rate_bits_per_s), state
         )
         if not (self.pins / "ctl").exists():
             raise FileNotFoundError(self.pins / "ctl")
@@ -195,6 +182,8 @@ class Engine:
             InputError: the request, the policy or the device is wrong.
             ConflictError: someone else's qdisc or filter is in the way.
         """
+        from shapeagent.service import planning
+
         require_privileges()
         with namespaces.open_rtnl(self.netns) as rtnl:
             return planning.make_plan(self, rtnl, request).report
@@ -208,6 +197,8 @@ class Engine:
         Raises: as plan_attach; UnsupportedError where compiler, headers or
             kernel lack something. An error in the middle undoes what was done.
         """
+        from shapeagent.service import attaching
+
         require_privileges()
         with self._changing_kernel() as rtnl:
             return attaching.attach(self, rtnl, request)
@@ -223,6 +214,8 @@ class Engine:
         Raises:
             InputError: "no-such-device" where nothing of that name is known.
         """
+        from shapeagent.service import detaching
+
         require_privileges()
         with self._changing_kernel() as rtnl:
             return detaching.detach(
@@ -235,6 +228,8 @@ class Engine:
         Raises:
             ConflictError: "not-attached", "nothing-to-confirm", "attach-unfinished".
         """
+        from shapeagent.service import confirming
+
         require_privileges()
         with self._changing_kernel() as rtnl:
             attached = self._open(rtnl, device, repair=True)
@@ -255,6 +250,8 @@ class Engine:
             wait_s: the kernel frees programs and maps some time after their
                 last user; so long they are waited for.
         """
+        from shapeagent.service import residue
+
         require_privileges()
         return residue.find(self, wait_s)
 
@@ -314,6 +311,8 @@ class Engine:
         path: Path | None = None,
         direction: str = "egress",
     ) -> Iterator[Explanation]:
+        from shapeagent.service import explaining
+
         require_privileges()
         with namespaces.open_rtnl(self.netns) as rtnl:
             attached = self._open(rtnl, device)
@@ -378,6 +377,9 @@ class Engine:
             FailedError: "map-full"; the old list stays in use.
         """
 
+        from shapeagent.policy.whitelist import warn_deciding_first
+        from shapeagent.service import whitelisting
+
         def change(attached: Attached) -> WhitelistChange:
             done = whitelisting.add(attached, entries, yes_everything=yes_everything)
             return dataclasses.replace(done, warnings=warn_deciding_first(attached.policy, entries))
@@ -392,6 +394,8 @@ class Engine:
 
     def whitelist_remove(self, device: str, entries: Sequence[WhitelistEntry]) -> WhitelistChange:
         """Remove entries by address and match; class, owner and reason do not matter."""
+        from shapeagent.service import whitelisting
+
         return self._changing(device, lambda attached: whitelisting.remove(attached, entries))
 
     def whitelist_replace(
@@ -407,6 +411,8 @@ class Engine:
         Raises:
             ConflictError: "generation-differs" where someone changed it meanwhile.
         """
+        from shapeagent.service import whitelisting
+
         return self._changing(
             device,
             lambda attached: whitelisting.replace(
@@ -419,6 +425,8 @@ class Engine:
 
     def whitelist_list(self, device: str) -> tuple[WhitelistRow, ...]:
         """Return the entries that have not expired."""
+        from shapeagent.service import whitelisting
+
         require_privileges()
         with namespaces.open_rtnl(self.netns) as rtnl:
             key = next(iter(self._keys(rtnl, device)), None)
@@ -514,8 +522,10 @@ class Engine:
                 hint=f"shapectl attach {state.device if state else ''} undoes it and attaches "
                 "again; shapectl detach only undoes it",
             )
-        swapping.refuse_newer(state)
         if state.abi_version != abi.SHP_ABI_VERSION:
+            from shapeagent.service import swapping
+
+            swapping.refuse_newer(state)
             raise ConflictError(
                 "other-version-attached",
                 f"{state.device} runs a classifier of an earlier version, with maps of layout "

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from shapeagent.kernel import link, livefacts, sessions
+from shapeagent.kernel import link, sessions
 from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.model.errors import ConflictError
 from shapeagent.model.reports import Finding, Severity
@@ -68,6 +68,8 @@ def check_placement(
             hint=f"leave {device.name} as it is; or: shapectl detach {name}, then shapectl attach "
             f"{device.name}",
         )
+    from shapeagent.kernel import livefacts
+
     trees = livefacts.read_qdiscs(rtnl)
     index_of = {one.name: one.index for one in sessions.list_places(rtnl)}
     shaped = [one for one in near if livefacts.is_shaped(trees.get(index_of.get(one, 0), []))]

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shapeagent.kernel import filters, link, snapshot, tclines, tcx
-from shapeagent.kernel.pieces import require_pieces
+from shapeagent.kernel import filters, link, snapshot, tcx
 from shapeagent.kernel.probe import read_kernel_facts
 from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.kernel.snapshot import DeviceSnapshot
@@ -46,10 +46,10 @@ from shapeagent.policy.plan import (
 from shapeagent.service import following
 from shapeagent.service.ceilings import Enforcement
 from shapeagent.service.confirming import check_confirm
-from shapeagent.service.documents import load_policy_text, read_policy
+from shapeagent.service.documents import read_policy
 from shapeagent.service.hook import choose_hook, needs_clsact, other_programs, refuse_shared_hook
+from shapeagent.service.keptpolicy import policy_of
 from shapeagent.service.management import ManagementCheck, check_management
-from shapeagent.service.placement import check_placement
 from shapeagent.service.state import AttachState
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
     kernel = read_kernel_facts()
     state = following.state_of(engine, rtnl, device)
     rate, rate_source = _link_rate(request, device, state)
-    policy = _policy(request, rate)
+    folder = engine.store(engine.key_of(rtnl, device.index)).folder
+    policy = _policy(request, rate, folder)
     asked = _asked_profile(request)
     if state is not None and state.request.get("profile") == request.profile:
         # what stands stays, even where the choice would be another one today
@@ -120,8 +121,12 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
         asked_hook = state.hook
     hook = choose_hook(asked_hook, has_tcx=tcx.is_supported())
     if state is None:
+        from shapeagent.service.placement import check_placement
+
         placement = check_placement(engine, rtnl, device, shadow=policy.shadow)
         if needs_clsact(hook, ingress):
+            from shapeagent.kernel.pieces import require_pieces
+
             require_pieces(ifb=enforcement.ingress_tree is not None)
         if not request.yes_management:
             management.refuse_unconfirmed(device.name)
@@ -178,6 +183,8 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
         report=_EMPTY_REPORT,
     )
     if wanted.takes_over:
+        from shapeagent.kernel import tclines
+
         lacking = tclines.try_lines(before, queues=device.tx_queues)
         if engine.netns is not None and before.program_ids:
             lacking += ("its bpf filters: tc -n hides /sys/fs/bpf",)
@@ -229,9 +236,9 @@ def _link_rate(
     )
 
 
-def _policy(request: AttachRequest, link_rate_bits_per_s: int) -> Policy:
+def _policy(request: AttachRequest, link_rate_bits_per_s: int, folder: Path) -> Policy:
     text, source = read_policy(request.policy_path)
-    policy = load_policy_text(text, source, link_rate_bits_per_s)
+    policy = policy_of(folder, text, source, link_rate_bits_per_s)
     changes: dict[str, object] = {"shadow": request.shadow or policy.shadow}
     if request.egress_mark_mask is not None:
         changes["egress_mark_mask"] = request.egress_mark_mask

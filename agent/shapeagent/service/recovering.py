@@ -17,7 +17,6 @@ from shapeagent.kernel import bpf
 from shapeagent.kernel.lists import read_lists
 from shapeagent.model.errors import ConflictError, InputError, ShapeError
 from shapeagent.model.types import WhitelistEntry
-from shapeagent.policy.whitelist import LineDefaults, export_list, parse_list
 from shapeagent.service.state import AttachState, StateDir, locked
 
 if TYPE_CHECKING:
@@ -116,6 +115,8 @@ def repair_whitelist(engine: Engine, attached: Attached) -> None:
     if lost:
         note += f", of {lost} owner and reason are lost"
     engine.warn(f"{store.folder / 'whitelist'} ({why}): {note}")
+    from shapeagent.policy.whitelist import export_list
+
     text = export_list(entries)
     state = dataclasses.replace(
         attached.state,
@@ -135,6 +136,8 @@ def _salvaged(data: bytes) -> tuple[WhitelistEntry, ...]:
     """Return the entries of the lines that are left."""
     text = data.replace(b"\0", b"").decode(errors="ignore")
     try:
+        from shapeagent.policy.whitelist import LineDefaults, parse_list
+
         return parse_list(text, LineDefaults(), lenient=True).entries
     except InputError:
         return ()

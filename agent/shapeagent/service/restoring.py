@@ -7,11 +7,10 @@ import contextlib
 import os
 from pathlib import Path
 
-from shapeagent.kernel import bpf, filters, link, qdisc, snapshot, tclines, tcx
+from shapeagent.kernel import bpf, filters, link, qdisc, snapshot, tcx
 from shapeagent.kernel.routes import ROUTE_PROTOCOL
 from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.kernel.snapshot import DeviceSnapshot
-from shapeagent.kernel.tclines import Surroundings
 from shapeagent.model.errors import ConflictError, FailedError
 from shapeagent.model.types import Direction, Hook, IngressMode, TreePlan
 from shapeagent.service.hook import needs_clsact
@@ -130,6 +129,8 @@ def undo_text(
     Right at each step of it: what is not there yet is deleted in vain, and a
     root that is not ours is left alone (its handle must agree).
     """
+    from shapeagent.kernel import tclines
+
     netns = state.netns
     tc, ip = tclines.tool_words("tc", netns), tclines.tool_words("ip", netns)
     device = state.device
@@ -177,7 +178,9 @@ def tree_lines(
     rtnl: Rtnl, state: AttachState, wanted: DeviceSnapshot, pins: Path
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return (lines that make the old tree, objects that no line can make)."""
-    around = Surroundings(
+    from shapeagent.kernel import tclines
+
+    around = tclines.Surroundings(
         device=state.device,
         netns=state.netns,
         device_names={one.index: one.name for one in link.list_devices(rtnl)},

@@ -19,7 +19,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -411,6 +410,8 @@ class StateDir:
 
     def remove(self) -> None:
         """Remove the folder and all in it. Raises: FailedError state-unwritable."""
+        import shutil
+
         try:
             shutil.rmtree(self.folder)
         except FileNotFoundError:

@@ -27,7 +27,7 @@ from shapeagent.kernel.compile import (
 )
 from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.model.errors import ConflictError, FailedError
-from shapeagent.service import hook, selftest, whitelisting
+from shapeagent.service import hook, selftest
 from shapeagent.service.filling import fill, write_classes, write_config
 from shapeagent.service.hook import Place
 from shapeagent.service.state import AttachState, StateDir
@@ -129,6 +129,8 @@ def _prepare(attached: Attached, state: AttachState, pins: Path, *, same: bool) 
         )
         return
     fill(datapath, policy, state, float(state.request.get("ingress_lease_s", 0)))
+    from shapeagent.service import whitelisting
+
     entries = whitelisting.read_entries(attached.store)
     if entries:
         whitelisting.put_in_force(attached, entries.values())

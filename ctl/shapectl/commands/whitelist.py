@@ -24,7 +24,7 @@ from shapectl.params import decide_expiry, duration
 from shapectl.session import ShapeGroup, device_option, pick_device, session_of
 
 if TYPE_CHECKING:
-    from shapeagent.service.documents import LineDefaults
+    from shapeagent.service.listfiles import LineDefaults
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -273,16 +273,17 @@ def export(ctx: click.Context, file: str | None, device: str | None) -> None:
 
     To FILE, or to stdout. FILE is replaced as a whole.
     """
-    from shapeagent.service import documents
+    from shapeagent.service.documents import write_document
+    from shapeagent.service.listfiles import export_whitelist
 
     session = session_of(ctx)
     with session.engine() as engine:
         device = pick_device(engine, device)
         rows = engine.whitelist_list(device)
-    text = documents.export_whitelist(rows)
+    text = export_whitelist(rows)
     to_file = file is not None and file != "-"
     if file is not None and to_file:
-        documents.write_document(file, text)
+        write_document(file, text)
     if session.json:
         print_json(
             {
@@ -306,7 +307,7 @@ def _defaults(
     expires: str | None = None,
     for_s: float | None = None,
 ) -> LineDefaults:
-    from shapeagent.service.documents import LineDefaults
+    from shapeagent.service.listfiles import LineDefaults
 
     return LineDefaults(
         traffic_class=class_name,
@@ -321,7 +322,7 @@ def _defaults(
 def _parse_entries(
     texts: Sequence[str], defaults: LineDefaults
 ) -> tuple[tuple[WhitelistEntry, ...], tuple[str, ...]]:
-    from shapeagent.service.documents import parse_whitelist_entry
+    from shapeagent.service.listfiles import parse_whitelist_entry
 
     entries: list[WhitelistEntry] = []
     notices: list[str] = []
@@ -335,7 +336,7 @@ def _parse_entries(
 def _read_entries(
     file: str, defaults: LineDefaults, *, lenient: bool
 ) -> tuple[tuple[WhitelistEntry, ...], tuple[str, ...]]:
-    from shapeagent.service.documents import parse_whitelist_file
+    from shapeagent.service.listfiles import parse_whitelist_file
 
     return parse_whitelist_file(file, defaults, lenient=lenient)
 
