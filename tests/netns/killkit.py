@@ -26,6 +26,9 @@ from shapeagent.kernel import bpf, rtnl
 from shapeagent.model.reports import AttachRequest
 from shapeagent.service.engine import Engine
 import shapeagent.service.attaching, shapeagent.service.detaching
+# what is else imported by each child, once more each time
+import shapeagent.kernel.livefacts, shapeagent.kernel.pieces, shapeagent.kernel.tclines
+import shapeagent.model.schema, shapeagent.service.placement, shapeagent.service.whitelisting
 
 folders = tuple(sys.argv[1:3])
 # BPF_MAP_CREATE, BPF_PROG_LOAD, BPF_OBJ_PIN, BPF_LINK_CREATE, _UPDATE, _DETACH

@@ -44,7 +44,7 @@ from shapeagent.kernel.netns import open_rtnl, run_in_netns
 from shapeagent.model.errors import ConflictError, InputError, ShapeError
 from shapeagent.model.reports import AttachRequest, ExplainRequest
 from shapeagent.model.types import Direction
-from shapeagent.service import attaching
+from shapeagent.service import attaching, filling
 from shapeagent.service.engine import Engine
 
 pytestmark = [
@@ -419,7 +419,7 @@ STEPS = (
     ("apply_tree", qdisc),
     ("create_ifb", link),
     ("set_up", link),
-    ("write_classes", attaching),
+    ("write_classes", filling),
     ("ensure_clsact", filters),
     ("add_redirect", filters),
     ("add_link", tcx),

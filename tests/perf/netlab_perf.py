@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +23,8 @@ from shapeagent.model.reports import AttachRequest
 from shapeagent.service.engine import Engine
 
 SHAPECTL = ROOT / ".venv" / "bin" / "shapectl"
+PAYLOAD_BYTES = 1_000
+LOAD_PORT = 2_049  # class bulk by the built-in policy
 NO_IPV6_NOISE = {"net.ipv6.conf.all.disable_ipv6": "1"}
 
 _T = TypeVar("_T")
@@ -90,3 +95,62 @@ def pin_folder(ends: Pair, bpffs_dir: Path) -> Path:
     found = [path for path in bpffs_dir.iterdir() if (path / "ctl").exists()]
     assert len(found) == 1, f"got {found}, want one pin folder for {ends.near.namespace}"
     return found[0]
+
+
+# --- load
+
+
+def _send(out: socket.socket, to: tuple[str, int], per_s: int, stop: Connection) -> None:
+    """Send at a steady rate until told to stop; then say how many."""
+    payload = bytes(PAYLOAD_BYTES)
+    sent = 0
+    started = time.perf_counter()
+    while not stop.poll():
+        due = int((time.perf_counter() - started) * per_s)
+        while sent < due:
+            out.sendto(payload, to)
+            sent += 1
+        time.sleep(0.0005)
+    stop.send(sent)
+
+
+class BulkLoad:
+    """Datagrams of class bulk from near to far, by a process of its own, while the block lasts."""
+
+    def __init__(self, ends: Pair, per_s: int) -> None:
+        self.sent = self.received = 0  # known after the block
+        self._receiver = ends.socket_at(ends.far, socket.SOCK_DGRAM)
+        self._sender = ends.socket_at(ends.near, socket.SOCK_DGRAM)
+        so_rcvbufforce = 33
+        self._receiver.setsockopt(socket.SOL_SOCKET, so_rcvbufforce, 512 << 20)
+        self._receiver.bind((ends.far.ipv4, LOAD_PORT))
+        self._receiver.setblocking(False)
+        context = multiprocessing.get_context("fork")
+        self._ours, theirs = context.Pipe()
+        arguments = (self._sender, (ends.far.ipv4, LOAD_PORT), per_s, theirs)
+        self._child = context.Process(target=_send, args=arguments, daemon=True)
+
+    def __enter__(self) -> BulkLoad:
+        self._child.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ours.send(None)
+        assert self._ours.poll(10), "the sender did not stop"
+        self.sent = self._ours.recv()
+        self._child.join(10)
+        end = time.monotonic() + 1.0
+        while self.received < self.sent and time.monotonic() < end:
+            try:
+                self._receiver.recv(PAYLOAD_BYTES)
+                self.received += 1
+            except BlockingIOError:
+                time.sleep(0.001)
+        self._receiver.close()
+        self._sender.close()
+
+
+def bulk_packets(ends: Pair) -> int:
+    """Return how many packets the near end has counted in class bulk on egress."""
+    status = ends.engine.status(ends.near.device)[0]
+    return sum(c.packets for c in status.classes if c.name == "bulk" and c.direction == "egress")

@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import secrets
-import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-from netlab_perf import Pair, attached, pair, pin_folder, shapectl
+from netlab_perf import BulkLoad, Pair, attached, bulk_packets, pair, pin_folder, shapectl
 from perflib import Options, Result, median, row, tcp_frame
 
 from shapeagent.kernel import bpf, maps
@@ -28,8 +25,6 @@ from shapeagent.service import listfiles
 PINS = Path("/sys/fs/bpf/shapectl")  # where the command line pins
 ENTRIES = 100_000
 SENDS_PER_S = 2_000
-PAYLOAD_BYTES = 1_000
-LOAD_PORT = 2_049  # class bulk by the built-in policy
 CHANGES = 1_000
 
 
@@ -285,63 +280,16 @@ def _map_ids(folders: set[Path]) -> set[int]:
 # --- class set under load
 
 
-def _send(out: socket.socket, to: tuple[str, int], stop: Connection) -> None:
-    """Send at a steady rate until told to stop; then say how many."""
-    payload = bytes(PAYLOAD_BYTES)
-    sent = 0
-    started = time.perf_counter()
-    while not stop.poll():
-        due = int((time.perf_counter() - started) * SENDS_PER_S)
-        while sent < due:
-            out.sendto(payload, to)
-            sent += 1
-        time.sleep(0.0005)
-    stop.send(sent)
-
-
 def _under_load(ends: Pair, changes: int) -> tuple[list[float], int, int]:
-    receiver = ends.socket_at(ends.far, socket.SOCK_DGRAM)
-    sender = ends.socket_at(ends.near, socket.SOCK_DGRAM)
-    so_rcvbufforce = 33
-    receiver.setsockopt(socket.SOL_SOCKET, so_rcvbufforce, 512 << 20)
-    receiver.bind((ends.far.ipv4, LOAD_PORT))
-    receiver.setblocking(False)
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    child = context.Process(
-        target=_send, args=(sender, (ends.far.ipv4, LOAD_PORT), theirs), daemon=True
-    )
     rates = random.Random(1)
     times = []
-    child.start()
-    try:
-        with ends.engine.session(ends.near.device) as session:
-            for _ in range(changes):
-                wanted = rates.randrange(1_100_000_000, 9_000_000_000)
-                started = time.perf_counter()
-                session.set_ceiling("bulk", wanted)
-                times.append(time.perf_counter() - started)
-    finally:
-        ours.send(None)
-        assert ours.poll(10), "the sender did not stop"
-        sent = ours.recv()
-        child.join(10)
-    received = _drain(receiver, sent)
-    receiver.close()
-    sender.close()
-    return times, sent, received
-
-
-def _drain(receiver: socket.socket, sent: int) -> int:
-    received = 0
-    end = time.monotonic() + 1.0
-    while received < sent and time.monotonic() < end:
-        try:
-            receiver.recv(PAYLOAD_BYTES)
-            received += 1
-        except BlockingIOError:
-            time.sleep(0.001)
-    return received
+    with BulkLoad(ends, SENDS_PER_S) as load, ends.engine.session(ends.near.device) as session:
+        for _ in range(changes):
+            wanted = rates.randrange(1_100_000_000, 9_000_000_000)
+            started = time.perf_counter()
+            session.set_ceiling("bulk", wanted)
+            times.append(time.perf_counter() - started)
+    return times, load.sent, load.received
 
 
 @row("class-set")
@@ -360,7 +308,7 @@ def class_set_under_load(options: Options) -> Sequence[Result]:
             lost += sent - received
             total += sent
             rounds.append((sorted(times)[int(len(times) * 0.99)], median(times)))
-        before = _bulk_packets(ends)
+        before = bulk_packets(ends)
     p99, p50 = min(rounds)
     assert before >= total, f"got {before} packets in class bulk, want at least {total}"
     return [
@@ -379,8 +327,3 @@ def class_set_under_load(options: Options) -> Sequence[Result]:
             note=f"p50 {p50 * 1e3:.2f} ms",
         ),
     ]
-
-
-def _bulk_packets(ends: Pair) -> int:
-    status = ends.engine.status(ends.near.device)[0]
-    return sum(c.packets for c in status.classes if c.name == "bulk" and c.direction == "egress")
