@@ -245,7 +245,8 @@ class StateDir:
     """The folder of one interface: `state.json`, `policy.toml`, `whitelist`, and the way back.
 
     That is `snapshot.json`, what stood on the device before, and `undo`, the
-    same as lines of `tc` and `ip`. All of them 0600.
+    same as lines of `tc` and `ip`. All of them 0600. `keptpolicy` keeps the policy
+    resolved there.
 
     Args:
         pins: the attachment's pin folder, with the kernel's copies; None: without them.
