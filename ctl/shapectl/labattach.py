@@ -28,6 +28,7 @@ class LabAttach:
         *,
         profile: str | None = None,
         ingress: str = "count",
+        hook: str | None = None,
         policy_text: str | None = None,
     ) -> Iterator[int]:
         """Give the ceiling of bulk in wire bits per second; detaches at the end.
@@ -59,6 +60,7 @@ class LabAttach:
             link_rate_bits_per_s=link_rate_bits_per_s,
             profile=profile,
             ingress=ingress,
+            hook=hook,
         )
         attached = False
         try:

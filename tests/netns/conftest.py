@@ -147,8 +147,10 @@ def bench(
             receive_in_order(pair.netns, pair.device)
             receive_in_order(pair.peer_netns, pair.peer_device)
             engine = stack.enter_context(engine_for(pair.netns, tmp_path))
-            return Bench(
+            one = Bench(
                 engine=engine, netns=pair.netns, device=pair.device, pair=pair, hook=hook_kind
             )
+            stack.callback(one.check_put_back)
+            return one
 
         yield create

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from netlab import VethPair, ip, tc
+from netlab import VethPair, changes, ip, note_change, tc
 
 from shapeagent.kernel import bpf, filters, link, maps, qdisc, tcx
 from shapeagent.kernel import rtnl as rtnl_module
@@ -97,11 +97,39 @@ class Bench:
     device: str
     pair: VethPair
     hook: str | None = None
+    before: tuple[object, ...] | None = None  # what stood there before the last attach
     program_ids: set[int] = field(default_factory=set)
     map_ids: set[int] = field(default_factory=set)
 
+    def glance(self) -> tuple[object, ...]:
+        """Return what a detach must put back on the device; see `check_put_back`."""
+        with open_rtnl(self.netns) as rtnl:
+            index = link.read_device(rtnl, self.device).index
+            return (
+                index,
+                qdisc.dump_tree(rtnl, index),
+                link.read_gso(rtnl, index),
+                *(filters.list_filters(rtnl, index, one) for one in Direction),
+                *(tcx.list_programs(self.netns, index, one) for one in Direction),
+                changes(self.netns),
+            )
+
+    def check_put_back(self) -> None:
+        """Detach what a test left attached, and fail unless all is as it was before the attach.
+
+        Where the test itself changed something there meanwhile, nothing is compared.
+        """
+        before, self.before = self.before, None
+        if before is None or changes(self.netns) != before[-1]:
+            return
+        self.engine.detach(self.device)
+        found = self.glance()
+        assert found == before, f"got {found} after detach, want {before}"
+
     def attach(self, **options: Any) -> AttachReport:
         """Attach with a link of 100 Mbit/s unless told otherwise."""
+        if not (self.engine.run_dir / self.key / "state.json").exists():
+            self.before = self.glance()
         options.setdefault("link_rate_bits_per_s", 100 * MBIT)
         options.setdefault("hook", self.hook)
         report = self.engine.attach(AttachRequest(device=self.device, **options))
@@ -170,6 +198,7 @@ def add_bpf_filter(
     """Add a bpf filter of someone else's at clsact, and clsact if need be. Raises OSError."""
     if "clsact" not in tc("qdisc", "show", "dev", device, netns=netns):
         tc("qdisc", "add", "dev", device, "clsact", netns=netns)
+    note_change(netns)
     options = rtnl_module.nested(
         rtnl_module.TCA_OPTIONS,
         rtnl_module.attribute_u32(6, descriptor),  # TCA_BPF_FD

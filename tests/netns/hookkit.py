@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from enginekit import add_bpf_filter, index_of
-from netlab import load_program, tc
+from netlab import load_program, note_change, tc
 
 from shapeagent.kernel import bpf, tcx
 from shapeagent.kernel.netns import run_in_netns
@@ -45,6 +45,7 @@ def attach_tcx(
 
     The descriptor is closed. Skips where the kernel has no tcx.
     """
+    note_change(netns)
     index, hook = index_of(netns, device), tcx.HOOKS[direction]
     number = bpf.program_facts(descriptor).id
 

@@ -7,6 +7,7 @@ import ctypes
 import os
 import struct
 import subprocess
+from collections import Counter
 from dataclasses import dataclass
 
 
@@ -22,7 +23,23 @@ def tc(*arguments: str, netns: str | None = None) -> str:
     return _output(("tc", *place, *arguments))
 
 
+_CHANGING = {"add", "append", "change", "del", "delete", "flush", "replace", "set"}
+_changes: Counter[str | None] = Counter()
+
+
+def changes(netns: str) -> int:
+    """Return how often a test changed something in a namespace by `ip` and `tc`."""
+    return _changes[netns]
+
+
+def note_change(netns: str) -> None:
+    """Count a change that a test makes by other ways than `ip` and `tc`."""
+    _changes[netns] += 1
+
+
 def _output(command: tuple[str, ...]) -> str:
+    if command[1] == "-n":
+        _changes[command[2]] += not _CHANGING.isdisjoint(command[4:6])
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
         raise AssertionError(f"{' '.join(command)}: exit {done.returncode}: {done.stderr.strip()}")

@@ -90,6 +90,7 @@ class AttachPolicy(Protocol):
         link_rate_bits_per_s: int,
         *,
         profile: str | None = None,
+        hook: str | None = None,
         policy_text: str | None = None,
     ) -> AbstractContextManager[int]:
         """Return the context."""
@@ -193,6 +194,7 @@ class _Bench:
                         self.port.device,
                         LINK_BITS_PER_S,
                         profile="htb",
+                        hook="clsact",  # where it is taken off again, and theirs are put
                         policy_text=text,
                     )
                 )

@@ -112,10 +112,12 @@ def _recording_attach(lines: list[str]) -> AttachShaper:
         *,
         profile: str | None = None,
         ingress: str = "count",
+        hook: str | None = None,
     ) -> Iterator[int]:
         words = ["shapectl", "attach", device, "--link-rate", f"{link_rate_bits_per_s / 1e6:g}mbit"]
         words += [] if profile is None else ["--profile", profile]
         words += [] if ingress == "count" else ["--ingress", ingress]
+        words += [] if hook is None else ["--hook", hook]
         lines.append(" ".join(words))
         yield link_rate_bits_per_s
 

@@ -45,6 +45,7 @@ class AttachShaper(Protocol):
         *,
         profile: str | None = None,
         ingress: str = "count",
+        hook: str | None = None,
     ) -> AbstractContextManager[int]:
         """Return a context whose value is the ceiling of bulk in wire bits per second."""
         ...
@@ -161,7 +162,7 @@ def _tbf_prio(place: Place) -> list[str]:
 
 
 def _ours(
-    profile: str | None, ingress: str = "count"
+    profile: str | None, ingress: str = "count", hook: str | None = None
 ) -> Callable[[Place], AbstractContextManager[None]]:
     @contextlib.contextmanager
     def enter(place: Place) -> Iterator[None]:
@@ -171,6 +172,7 @@ def _ours(
             place.rate_bits_per_s,
             profile=profile,
             ingress=ingress,
+            hook=hook,
         ):
             yield
 
@@ -180,7 +182,7 @@ def _ours(
 @contextlib.contextmanager
 def _our_tree_with_u32(place: Place) -> Iterator[None]:
     """Our HTB tree, segment limit, bursts, quanta and leaves, but cls_u32 for the classifier."""
-    with _ours("htb")(place):
+    with _ours("htb", hook="clsact")(place):
         place.tc("filter", "del", "dev", place.port.device, "egress")
         place.batch(
             [
