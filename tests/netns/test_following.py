@@ -565,6 +565,8 @@ def test_an_attach_to_a_new_device_that_fails_is_not_taken_for_done(
         assert one.status().problems == (), f"got {one.status().problems}"
 
 
+@pytest.mark.slow
+@pytest.mark.host
 def test_a_killed_repair_is_finished_by_the_next(bench: Callable[..., Bench]) -> None:
     """F3: killed before each step of taking up a name, an MTU and a lost IFB."""
     one = bench()
