@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shapeagent.kernel import abi, bpf, maps
+from shapeagent.kernel.compile import find_image
 from shapeagent.model.codes import CODE_SLOTS, Code
 from shapeagent.model.errors import UnsupportedError
 from tests.bpf.kit import Rig
@@ -93,6 +94,21 @@ def test_every_program_stays_within_20000_verified_instructions(rig: Rig) -> Non
     assert all(0 < n <= MAX_VERIFIED_INSTRUCTIONS for n in got.values()), (
         f"got {got}, want at most {MAX_VERIFIED_INSTRUCTIONS} each"
     )
+
+
+def test_no_program_reads_kernel_memory() -> None:
+    """C118: what a lockdown (confidentiality) forbids: probe_read and its kin."""
+    probes = {4, 45, 112, 113, 114, 115}  # bpf_probe_read, _str, _user, _kernel, _user_str, …
+    image, _ = find_image()
+    for name, program in image.programs.items():
+        code = program.instructions
+        calls = {
+            int.from_bytes(code[at + 4 : at + 8], "little")
+            for at in range(0, len(code), 8)
+            if code[at] == 0x85 and code[at + 1] >> 4 == 0  # BPF_CALL of a helper
+        }
+        assert calls, f"got no call of a helper in {name}, want some"
+        assert not calls & probes, f"got helpers {sorted(calls & probes)} in {name}, want none"
 
 
 def test_pinned_maps_have_the_shapes_that_the_next_process_expects(rig: Rig) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import shlex
@@ -16,7 +17,7 @@ from shapeagent.lab import vm
 from shapeagent.lab.vm import KernelImage, VmLostError, VmSpec, find_kernel, find_splats
 from shapeagent.model.errors import ShapeError
 from tests.vm.report import Counts, read_report, sum_line
-from tests.vm.run import Outcome, merge, pytest_argv, worst
+from tests.vm.run import LOCKDOWN, Outcome, merge, parts_of, pytest_argv, worst
 
 SERIES, RELEASE = "6.12", "6.12.107+deb12-amd64"
 
@@ -207,6 +208,17 @@ def test_the_machines_of_one_kernel_are_one_line() -> None:
     lost = outcome(error=VmLostError("vm-lost", "gone"), rc=None, counts=None)
     assert merge([good, lost]).exit_status == 3
     assert merge([good, lost]).counts is None
+
+
+def test_only_the_machine_with_two_cpus_is_locked_down() -> None:
+    """C118: the tests of a lockdown run there, and nowhere else; by path, too."""
+    args = argparse.Namespace(cpus=None, clock=None)
+    main, cpus = parts_of("all", args)
+    lockdown = "tests/netns/test_vm_lockdown.py"
+    assert (main.kernel_words, f"--ignore={lockdown}" in main.words) == ((), True), f"got {main}"
+    assert (cpus.kernel_words, lockdown in cpus.words) == (LOCKDOWN, True), f"got {cpus}"
+    assert parts_of(lockdown, args)[0].kernel_words == LOCKDOWN
+    assert parts_of("tests/netns/test_vm_rates.py", args)[0].kernel_words == ()
 
 
 def test_a_choice_of_tests_is_paths_or_an_expression() -> None:

@@ -62,6 +62,8 @@ def check_nics() -> None:
     )
     total_kib = int(re.findall(r"MemTotal: +(\d+)", Path("/proc/meminfo").read_text())[0])
     assert total_kib > 1_800_000, f"got {total_kib} KiB of memory, want 2 GB less the kernel's"
+    headers = Path(f"/usr/src/linux-headers-{os.uname().release}/include/generated/autoconf.h")
+    assert headers.is_file(), f"got no {headers}, want the headers of the kernel that runs"
     say(f"Linux {os.uname().release}, {os.cpu_count()} CPUs, {total_kib // 1024} MiB")
 
 

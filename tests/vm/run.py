@@ -26,6 +26,9 @@ NOT_IN_VM = "not perf and not host"
 SMOKE = "tests/netns/test_vm_*.py"
 # Needs two CPUs, with which 6.1 hangs at boot in virtual time: a machine of its own, real clock.
 TWO_CPUS = "tests/netns/test_vm_cpus.py"
+# Needs a kernel that is locked down from its start: the machine with two CPUs is that too.
+LOCKED_DOWN = "tests/netns/test_vm_lockdown.py"
+LOCKDOWN = ("lockdown=confidentiality",)
 SMOKE_DEADLINE_S, DEADLINE_S = 1200.0, 5400.0
 EXIT_OK, EXIT_FAILED, EXIT_LOST, EXIT_SPLAT = 0, 1, 3, 4
 
@@ -98,6 +101,7 @@ class Part:
     words: tuple[str, ...]
     cpus: int
     virtual_time: bool
+    kernel_words: tuple[str, ...] = ()
 
 
 def parts_of(tests: str, args: argparse.Namespace) -> list[Part]:
@@ -107,10 +111,12 @@ def parts_of(tests: str, args: argparse.Namespace) -> list[Part]:
     cpus = args.cpus or (2 if alone else 1)
     virtual_time = (args.clock or ("real" if cpus > 1 else "virtual")) == "virtual"
     if tests != "all":
-        return [Part("", tuple(words), cpus, virtual_time)]
+        kernel_words = LOCKDOWN if words[:1] == [LOCKED_DOWN] else ()
+        return [Part("", tuple(words), cpus, virtual_time, kernel_words)]
+    elsewhere = (f"--ignore={TWO_CPUS}", f"--ignore={LOCKED_DOWN}")
     return [
-        Part("", (*words, f"--ignore={TWO_CPUS}"), cpus, virtual_time),
-        Part("cpus", (TWO_CPUS, "-m", "vm"), 2, False),
+        Part("", (*words, *elsewhere), cpus, virtual_time),
+        Part("cpus", (TWO_CPUS, LOCKED_DOWN, "-m", "vm"), 2, False, LOCKDOWN),
     ]
 
 
@@ -142,6 +148,7 @@ def _machine(kernel: KernelImage, part: Part, args: argparse.Namespace) -> Vm:
         memory_mb=args.memory,
         virtual_time=part.virtual_time,
         deadline_s=args.deadline,
+        kernel_words=part.kernel_words,
     )
 
     def show(line: str) -> None:

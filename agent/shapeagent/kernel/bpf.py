@@ -123,7 +123,7 @@ def raise_named(error: OSError, doing: str) -> NoReturn:
         raise PrivilegeError(
             "missing-capability",
             f"Cannot {doing}: {error.strerror}. It needs CAP_BPF and CAP_NET_ADMIN.",
-            hint="run it with sudo",
+            hint="run it with sudo; as root with both: a seccomp profile forbids bpf()",
         ) from error
     if error.errno in (errno.E2BIG, errno.ENOSPC):
         raise FailedError("map-full", f"Cannot {doing}: the map is full.") from error

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shapeagent.kernel import bpf
+from shapeagent.kernel.hostfacts import read_bcc
 from shapeagent.model.errors import ShapeError, UnsupportedError
 
 
@@ -41,6 +42,7 @@ def import_bcc() -> Any:
             "broken-bcc",
             f"The Python module bcc does not fit its library: {error}.",
             hint="apt-get install --reinstall python3-bpfcc libbpfcc",
+            details=_bcc_parts(),
         ) from error
     place = getattr(bcc, "__file__", None)
     if not hasattr(bcc, "BPF"):
@@ -50,6 +52,19 @@ def import_bcc() -> Any:
             hint="pip uninstall bcc; apt-get install python3-bpfcc",
         )
     return bcc
+
+
+def _bcc_parts() -> list[str]:
+    """Return the package and the library, each with its path and version."""
+    found = read_bcc(sys.path)
+    parts = {
+        "package": (found.path, found.version),
+        "library": (found.library, found.library_version),
+    }
+    return [
+        f"{part}: {path or 'none'}, version {version or 'unknown'}"
+        for part, (path, version) in parts.items()
+    ]
 
 
 def _map_names(bcc: Any, module: Any) -> dict[int, str]:
@@ -71,8 +86,10 @@ def compile_text(request: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # bcc raises bare Exception
         raise UnsupportedError(
             "compile-failed",
-            f"BCC {bcc.__version__} could not compile the classifier: {error}.",
-            hint="the compiler's own messages stand above; check headers and the bcc version",
+            f"BCC {bcc.__version__} could not compile the classifier with the headers in "
+            f"{request['headers']}: {error}.",
+            hint="the compiler's own messages stand above. BCC too old for these headers? Name "
+            "older ones: BCC_KERNEL_SOURCE=/usr/src/linux-headers-6.1…",
         ) from error
     compiled = time.monotonic() - started
     names = _map_names(bcc, module.module)

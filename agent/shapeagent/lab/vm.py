@@ -72,6 +72,7 @@ _NOT_PACKED = (
     *("test", "config-3.*", "idlelib", "lib2to3", "ensurepip", "pydoc_data", "tkinter"),
 )
 _GUEST_TMP = "/run/tmp"
+_SECURITY_DIR = "/sys/kernel/security"
 _GUEST_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PORT = "shapectl.output"
 _UP_WORD = "shapectl-vm: up"
@@ -113,6 +114,7 @@ class VmSpec:
 
     `tree` is where the command starts; the guest has a copy of it, without what was built.
     `programs` are copied into the guest's memory too, beside PROGRAMS.
+    `kernel_words` go to the kernel's command line.
     `deadline_s` is on the host's clock and covers boot and command.
     With `virtual_time` the host's speed does not show, and one host CPU does all the work.
     """
@@ -124,6 +126,7 @@ class VmSpec:
     memory_mb: int = 2048
     virtual_time: bool = True
     deadline_s: float = 1800.0
+    kernel_words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,7 +456,8 @@ def _host_argv(spec: VmSpec, share: Path, script: Path) -> list[str]:
     # detectors count in real time, of which a busy host may take a lot away.
     words = ["loglevel=5", "watchdog_thresh=60", "rcupdate.rcu_cpu_stall_timeout=120"]
     # Emulated, a mitigation or a wide vector instruction is only slow.
-    for word in (*words, "mitigations=off", "random.trust_cpu=on"):
+    words += ["mitigations=off", "random.trust_cpu=on"]
+    for word in (*words, *spec.kernel_words):
         argv += ["--kopt", word]
     argv += ["--script-sh", f"/bin/sh {shlex.quote(str(script))}"]
     # virtme's own port waits for udev, whose time-out passes in virtual time: a port of ours.
@@ -520,6 +524,7 @@ def _guest_script(spec: VmSpec, share: Path) -> str:
             'port=${port%/name}; exec >"/dev/${port##*/}" 2>&1 </dev/null',
             "mountpoint -q /run || mount -t tmpfs tmpfs /run",
             "mountpoint -q /sys/fs/bpf || mount -t bpf -o mode=0700 bpf /sys/fs/bpf",
+            f"mountpoint -q {_SECURITY_DIR} || mount -t securityfs securityfs {_SECURITY_DIR}",
             "mountpoint -q /dev/shm || { mkdir -p /dev/shm; mount -t tmpfs tmpfs /dev/shm; }",
             f"mount -t tmpfs -o size=75% tmpfs {memory} || exit 125",
             f"mkdir {memory}/packed {memory}/own {memory}/work {memory}/root",
