@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -109,6 +110,52 @@ def test_past_its_lease_a_ceiling_falls_to_the_safe_one_by_itself(
     assert row.ceiling_in_force_bits_per_s == 20 * MBIT, f"got {row}, want the safe ceiling"
     assert row.lease_s_left == 0, f"got {row.lease_s_left} s left, want 0"
     assert one.reasons().get("lease-expired", 0) > 0, f"got {one.reasons()}"
+
+
+# Attaches, takes a lease, and then does what a controller does between two leases: nothing.
+CONTROLLER = """
+import sys, time
+from pathlib import Path
+from shapeagent.model.reports import AttachRequest
+from shapeagent.service.engine import Engine
+netns, device, run_dir, bpffs_dir = sys.argv[1:]
+engine = Engine(netns=netns, run_dir=Path(run_dir), bpffs_dir=Path(bpffs_dir))
+engine.attach(AttachRequest(device, link_rate_bits_per_s=100_000_000))
+engine.class_set(device, "bulk", 20_000_000, lease_s=2)
+print("leased", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_leases_of_a_stopped_controller_end_in_the_kernel(bench: Callable[..., Bench]) -> None:
+    """F2: SIGSTOP; classification goes on, others can change things, and nothing is lost."""
+    one = bench()
+    words = [one.netns, one.device, str(one.engine.run_dir), str(one.engine.bpffs_dir)]
+    with subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, *words],
+        env=environment(), stdout=subprocess.PIPE, text=True,
+    ) as controller:  # fmt: skip
+        try:
+            assert controller.stdout is not None
+            assert controller.stdout.readline() == "leased\n"
+            controller.send_signal(signal.SIGSTOP)
+            row = one.classes()["bulk"]
+            assert row.ceiling_in_force_bits_per_s == 20 * MBIT, f"got {row}, want the lease"
+            target = (one.pair.peer_address4, NORMAL)
+            with (
+                UdpSink(one.pair.peer_netns, NORMAL) as sink,
+                UdpSource(one.netns, target, packets_per_s=500, size=64) as source,
+            ):
+                wait_until(lambda: one.classes()["bulk"].lease_s_left == 0, "the lease's end")
+                source.end()
+                wait_until(lambda: sink.received == source.sent, f"all of {source.sent}")
+                row = one.classes()["bulk"]
+                assert row.ceiling_in_force_bits_per_s == 50 * MBIT, f"got {row}, want the safe one"
+                counted = one.packets()["normal"]
+                assert counted >= source.sent, f"got {counted}, want {source.sent} in normal"
+            one.engine.class_set(one.device, "bulk", 30 * MBIT)
+        finally:
+            controller.kill()
 
 
 def test_tcp_goes_on_at_the_safe_ceiling(bench: Callable[..., Bench], tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_without_headers_the_package_of_this_kernel_is_named(
     assert one.host_state() == before, "got a changed host, want nothing done"
 
 
+@pytest.mark.host
 def test_headers_of_another_version_and_no_modprobe_are_enough(
     bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
@@ -125,6 +126,7 @@ def header_trees() -> list[Path]:
     )
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("tree", header_trees(), ids=lambda path: path.name)
 def test_it_compiles_with_every_header_package_that_is_here(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -238,6 +240,7 @@ def test_an_old_tc_in_path_is_never_asked(bench: Callable[..., Bench], tmp_path:
     assert one.host_state() == before, f"got {one.host_state()}, want {before}"
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("wanted", [65_536, None], ids=["64k", "the highest allowed"])
 def test_the_limit_of_locked_memory_is_never_lowered(
     bench: Callable[..., Bench], tmp_path: Path, wanted: int | None
