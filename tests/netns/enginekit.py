@@ -128,7 +128,7 @@ class Bench:
 
     def attach(self, **options: Any) -> AttachReport:
         """Attach with a link of 100 Mbit/s unless told otherwise."""
-        if not (self.engine.run_dir / self.key / "state.json").exists():
+        if not any((self.pins.exists(), (self.engine.run_dir / self.key / "state.json").exists())):
             self.before = self.glance()
         options.setdefault("link_rate_bits_per_s", 100 * MBIT)
         options.setdefault("hook", self.hook)
@@ -165,6 +165,7 @@ class Bench:
 
     def forget_kept(self) -> None:
         """Remove the kernel's copies of the state files: an attachment of an older version."""
+        self.before = None  # nobody knows then what stood there
         for pin in self.pins.glob("kept_*"):
             pin.unlink()
 

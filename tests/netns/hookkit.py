@@ -62,6 +62,7 @@ def attach_tcx(
                 raise
             pytest.skip(f"kernel {os.uname().release} has no tcx")
         stack.callback(run_in_netns, netns, lambda: call(_PROG_DETACH, 0))
+        stack.callback(note_change, netns)
         yield number
 
 
