@@ -152,8 +152,10 @@ def kill_matrix(options: Options) -> Sequence[Result]:
     def total(name: str, ways: Callable[[str], bool] = lambda _: True) -> int:
         return sum(int(one[name]) for one in found if ways(one["way"]))
 
-    in_police = total("signal", lambda way: way.startswith("police")) + total(
-        "bulk", lambda way: way.startswith("police")
+    in_police = sum(total(name, lambda way: way == "police") for name in ("signal", "bulk"))
+    by_way = ", ".join(
+        f"{way} {total('signal', lambda one, way=way: one == way)}"  # type: ignore[misc]
+        for way in dict.fromkeys(one["way"] for one in found)
     )
     operations = ", ".join(dict.fromkeys(one["operation"] for one in found))
     return [
@@ -162,7 +164,11 @@ def kill_matrix(options: Options) -> Sequence[Result]:
             note=f"{total('steps')} kills in {len(found)} ways × operations ({operations})",
             failure="" if done.returncode == 0 else done.stdout[-500:],
         ),
-        Result("kill at every step: signal lost", total("signal"), "packets", target=0),
+        Result(
+            "kill at every step: signal lost", total("signal"), "packets", target=0,
+            note=f"{by_way}; the kernel takes the queue away while a root qdisc or clsact "
+            "comes or goes (qdisc_graft)",
+        ),
         Result(
             "kill at every step: lost in police", in_police, "packets", target=0,
             note=f"bulk lost in all ways, in replaced qdiscs: {total('bulk')}",
