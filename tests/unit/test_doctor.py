@@ -162,6 +162,19 @@ def test_compiled_classifier_makes_missing_headers_a_warning(tmp_path: Path) -> 
         assert got["bcc-missing"] is want
 
 
+@pytest.mark.parametrize(("has_tcx", "want"), [(True, Severity.INFO), (False, Severity.ERROR)])
+def test_clsact_is_missed_only_where_there_is_no_tcx(
+    tmp_path: Path, has_tcx: bool, want: Severity
+) -> None:
+    host = fakehost.healthy(tmp_path).look().host
+    kinds = frozenset({"clsact", "htb"})
+    found = examine_host(
+        host, KernelAnswers(qdiscs=frozenset({"htb"}), qdiscs_asked=kinds, has_tcx=has_tcx)
+    )
+    got = {one.id: one.severity for one in found}
+    assert got["clsact-missing"] is want, f"got {got}"
+
+
 def test_bindings_of_another_version_than_the_library_are_named(tmp_path: Path) -> None:
     one = fakehost.healthy(tmp_path)
     fakehost.write_tree(

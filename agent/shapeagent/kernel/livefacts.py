@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
-from shapeagent.kernel import bpf, ethtool, filters, link, nftables
+from shapeagent.kernel import bpf, ethtool, filters, link, nftables, tcx
 from shapeagent.kernel.netns import run_in_new_netns
 from shapeagent.kernel.probe import LOOPBACK_INDEX, probe_quietly
 from shapeagent.kernel.qdisc import TreeNode
@@ -63,6 +63,7 @@ def probe_kernel(
         qdiscs=qdiscs,
         qdiscs_asked=asked,
         attaches=attaches,
+        has_tcx=tcx.is_supported(),
         image_cached=image_cached,
     )
 

@@ -93,6 +93,7 @@ class KernelAnswers:
     qdiscs: frozenset[str] | None = None  # those it really added
     qdiscs_asked: frozenset[str] = frozenset()
     attaches: bool | None = None  # a program ran the way to clsact
+    has_tcx: bool = False  # then attach needs no clsact
     image_cached: bool = False  # the classifier is compiled already
 
 

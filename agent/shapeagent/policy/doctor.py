@@ -202,8 +202,12 @@ def _examine_qdiscs(host: HostFacts, answers: KernelAnswers) -> Iterator[Finding
             "sudo shapectl attach DEVICE --dry-run",
         )
     for kind in missing:
-        yield _missing_kind(host, kind)
-    if answers.attaches is False and not {"clsact", "cls_bpf"} & set(missing):
+        yield _missing_kind(host, kind, has_tcx=answers.has_tcx)
+    if (
+        answers.attaches is False
+        and not answers.has_tcx
+        and not {"clsact", "cls_bpf"} & set(missing)
+    ):
         yield Finding(
             "clsact-refused",
             Severity.ERROR,
@@ -230,10 +234,12 @@ def _module_of(kind: str) -> str:
     return _QDISC_MODULE.get(kind, f"sch_{kind}")
 
 
-def _missing_kind(host: HostFacts, kind: str) -> Finding:
+def _missing_kind(host: HostFacts, kind: str, *, has_tcx: bool) -> Finding:
     module = _module_of(kind)
     blocked = host.modules.get(module) is ModuleState.BLOCKED
-    if kind in ("clsact", "cls_bpf"):
+    if kind in ("clsact", "cls_bpf") and has_tcx:
+        severity, then = Severity.INFO, "attach uses tcx; --hook clsact and --ingress ifb need it"
+    elif kind in ("clsact", "cls_bpf"):
         severity, then = Severity.ERROR, "attach cannot work: the classifier runs there"
     elif kind == "ifb":
         severity, then = Severity.INFO, "--ingress ifb is refused; --ingress police works"

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shapeagent.kernel import abi, bpf, maps
+from shapeagent.kernel import abi, bpf, link, maps
 from shapeagent.kernel.compile import (
     PROGRAMS,
     LoadedProgram,
@@ -98,6 +98,9 @@ def swap(
             if not same:
                 maps.remove_pins(folder)
             raise
+        if not _has_our_shape(pins / "counts"):
+            before = link.read_traffic(rtnl, state.index)
+            tried = dataclasses.replace(tried, bytes_before=before)  # as our counters begin anew
         state = _finish(pins, folder, tried, fresh, image.digest)
         store.write(state)
         bpf.close_all([one.fd for one in fresh.values()])
@@ -138,15 +141,25 @@ def _prepare(attached: Attached, state: AttachState, pins: Path, *, same: bool) 
         _copy_counters(pins / name, attached.maps[name], name, state.kernel.possible_cpus)
 
 
+def _has_our_shape(path: Path) -> bool:
+    """Return whether the map that is pinned there has the shape of this version's."""
+    try:
+        descriptor = bpf.get_pinned(str(path))
+    except FileNotFoundError:
+        return False
+    try:
+        return bpf.map_shape(descriptor) == maps.SHAPES[path.name]
+    finally:
+        os.close(descriptor)
+
+
 def _copy_counters(old: Path, fd: int, name: str, cpus: int) -> None:
     """Copy an array of counters where the old one has the same shape; else they begin at 0."""
-    try:
-        source = bpf.get_pinned(str(old))
-    except FileNotFoundError:
+    if not _has_our_shape(old):
         return
+    source = bpf.get_pinned(str(old))
     try:
-        if bpf.map_shape(source) == maps.SHAPES[name]:
-            maps.copy_percpu(source, fd, maps.SHAPES[name], cpus)
+        maps.copy_percpu(source, fd, maps.SHAPES[name], cpus)
     finally:
         os.close(source)
 
