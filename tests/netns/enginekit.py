@@ -302,21 +302,12 @@ def _names(folder: Path) -> tuple[str, ...]:
 
 def loaded_programs() -> set[int]:
     """Return the ids of all programs in the kernel."""
-    return _all_ids(bpf.next_program)
+    return set(bpf.program_ids())
 
 
 def loaded_maps() -> set[int]:
     """Return the ids of all maps in the kernel, without opening them."""
-    return _all_ids(bpf.next_map)
-
-
-def _all_ids(after: Callable[[int], int | None]) -> set[int]:
-    found: set[int] = set()
-    number = after(0)
-    while number is not None:
-        found.add(number)
-        number = after(number)
-    return found
+    return set(bpf.map_ids())
 
 
 @contextlib.contextmanager

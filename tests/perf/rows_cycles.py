@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,20 +31,11 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def _objects(after: Callable[[int], int | None]) -> set[int]:
-    found: set[int] = set()
-    number = after(0)
-    while number is not None:
-        found.add(number)
-        number = after(number)
-    return found
-
-
 def _new_objects(maps: set[int], programs: set[int]) -> int:
     """Return how many maps and programs are new; the kernel frees old ones in its own time."""
     deadline_s = time.monotonic() + _SETTLE_S
     while True:
-        grown = len(_objects(bpf.next_map) - maps) + len(_objects(bpf.next_program) - programs)
+        grown = len(set(bpf.map_ids()) - maps) + len(set(bpf.program_ids()) - programs)
         if not grown or time.monotonic() > deadline_s:
             return grown
         time.sleep(0.02)
@@ -64,7 +55,7 @@ def cycles(options: Options) -> Sequence[Result]:
 
         for _ in range(_WARM_UP):
             cycle()
-        maps, programs = _objects(bpf.next_map), _objects(bpf.next_program)
+        maps, programs = set(bpf.map_ids()), set(bpf.program_ids())
         descriptors, memory_kib = _descriptors(), _resident_kib()
         for _ in range(count):
             cycle()

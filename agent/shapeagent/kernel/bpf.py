@@ -637,14 +637,21 @@ def query_tcx(ifindex: int, attach_type: int) -> tuple[int, ...]:
     return struct.unpack_from(f"={count}I", ids, 0)
 
 
-def next_program(number: int) -> int | None:
-    """Return the least id above `number` that a program has, None where there is none."""
-    return _next_id(_PROG_GET_NEXT_ID, number, "list the programs")
+def program_ids() -> Iterator[int]:
+    """Yield the ids of all programs in the kernel, upwards; none is opened."""
+    return _ids(_PROG_GET_NEXT_ID, "list the programs")
 
 
-def next_map(number: int) -> int | None:
-    """Return the least id above `number` that a map has, None where there is none."""
-    return _next_id(_MAP_GET_NEXT_ID, number, "list the maps")
+def map_ids() -> Iterator[int]:
+    """Yield the ids of all maps in the kernel, upwards; none is opened."""
+    return _ids(_MAP_GET_NEXT_ID, "list the maps")
+
+
+def _ids(command: int, doing: str) -> Iterator[int]:
+    number = _next_id(command, 0, doing)
+    while number is not None:
+        yield number
+        number = _next_id(command, number, doing)
 
 
 def _next_id(command: int, number: int, doing: str) -> int | None:
@@ -739,16 +746,16 @@ __all__ = [
     "lookup",
     "map_by_id",
     "map_id",
+    "map_ids",
     "map_references",
     "map_shape",
-    "next_map",
-    "next_program",
     "object_info",
     "pin",
     "program_by_id",
     "program_func_info",
     "program_text",
     "program_facts",
+    "program_ids",
     "query_tcx",
     "raise_named",
     "run_program",

@@ -189,16 +189,20 @@ class PinnedMaps(Mapping[str, int]):
         self._open.clear()
 
 
+def has_our_shape(folder: Path, name: str) -> bool | None:
+    """Return whether a pinned map has the shape of this version's, None where none is pinned."""
+    try:
+        os.close(_open_one(folder, name))
+    except FileNotFoundError:
+        return None
+    except ConflictError:
+        return False
+    return True
+
+
 def have_other_shapes(folder: Path) -> bool:
     """Return whether a map that is pinned in a folder has another shape than this version's."""
-    for name in SHAPES:
-        try:
-            os.close(_open_one(folder, name))
-        except FileNotFoundError:
-            continue
-        except ConflictError:
-            return True
-    return False
+    return any(has_our_shape(folder, name) is False for name in SHAPES)
 
 
 def remove_unused(folder: Path, former: Collection[int]) -> None:
@@ -206,12 +210,9 @@ def remove_unused(folder: Path, former: Collection[int]) -> None:
     for path in folder.iterdir():
         if path.name in SHAPES or path.name.startswith(PIN_PREFIXES):
             continue
-        descriptor = bpf.get_pinned(str(path))
-        try:
+        with _opened(path) as descriptor:
             if bpf.map_id(descriptor) in former:
                 path.unlink()
-        finally:
-            os.close(descriptor)
 
 
 def copy_percpu(source: int, target: int, shape: MapShape, cpus: int) -> None:
@@ -267,6 +268,15 @@ def remove_pins(folder: Path) -> int:
     return len(names)
 
 
+def maps_in_use(folder: Path) -> set[int]:
+    """Return the ids of the maps that the programs pinned in a folder use."""
+    used: set[int] = set()
+    for path in folder.glob(f"{PIN_PREFIXES[0]}*"):
+        with contextlib.suppress(OSError, ShapeError), _opened(path) as descriptor:
+            used |= set(bpf.program_facts(descriptor).map_ids)
+    return used
+
+
 def _foreign_pins(folder: Path, names: Iterable[str]) -> list[str]:
     """Return what in a pin folder is not ours: not by its name, and no map that ours use.
 
@@ -275,11 +285,7 @@ def _foreign_pins(folder: Path, names: Iterable[str]) -> list[str]:
     unknown = {name for name in names if name not in SHAPES and not name.startswith(PIN_PREFIXES)}
     if not unknown:
         return []
-    used: set[int] = set()
-    for name in names:
-        if name.startswith(PIN_PREFIXES[0]):
-            with contextlib.suppress(OSError, ShapeError), _opened(folder / name) as descriptor:
-                used |= set(bpf.program_facts(descriptor).map_ids)
+    used = maps_in_use(folder)
     for name in tuple(unknown):
         with contextlib.suppress(OSError, ShapeError), _opened(folder / name) as descriptor:
             if bpf.map_id(descriptor) in used:

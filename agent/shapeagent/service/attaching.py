@@ -29,8 +29,8 @@ from shapeagent.service.filling import fill, ifb_lease, write_classes, write_con
 from shapeagent.service.hook import (
     PROGRAMS,
     Place,
+    has_other_programs,
     needs_clsact,
-    other_programs,
     refuse_shared_hook,
 )
 from shapeagent.service.planning import Wanted, make_plan
@@ -303,7 +303,7 @@ def _add_clsact(rtnl: Rtnl, store: StateDir, state: AttachState, undo: _Undo) ->
             rtnl,
             index,
             created_by_us=created,
-            has_other_programs=bool(other_programs(netns, index, ids)),
+            has_other_programs=has_other_programs(netns, index, ids),
         )
     )
     if created != state.clsact_created:
@@ -356,15 +356,7 @@ def _reroute(
 def _read_back(rtnl: Rtnl, state: AttachState, wanted: Wanted, pins: Path) -> None:
     if wanted.egress_tree is not None:
         qdisc.read_back(rtnl, state.index, wanted.egress_tree)
-    place = Place.of(rtnl, state, pins)
-    for direction, name in PROGRAMS.items():
-        found = place.holder(direction)
-        if found != state.program_ids[name]:
-            raise FailedError(
-                "readback-differs",
-                f"The {direction.value} program of {state.device} is {found}, not "
-                f"{state.program_ids[name]}.",
-            )
+    Place.of(rtnl, state, pins).read_back(state.program_ids, state.device)
 
 
 def _attach_again(
@@ -394,7 +386,7 @@ def _attach_again(
                 details=problems,
                 hint=f"shapectl detach {state.device}, then attach again",
             )
-        selftest.run(Place.of(rtnl, state, attached.pins), state.device, attached.datapath)
+        selftest.run(attached.place, state.device, attached.datapath)
         changed = state.policy_digest != wanted.policy.digest
         if changed:
             _take_up_policy(attached, wanted)

@@ -24,7 +24,7 @@ from shapeagent.policy.rules import compile_rules
 from shapeagent.service import following, selftest
 from shapeagent.service.ceilings import ceiling_states
 from shapeagent.service.confirming import read_pending
-from shapeagent.service.hook import PROGRAMS, Place, list_ingress_sharers
+from shapeagent.service.hook import PROGRAMS, list_ingress_sharers
 from shapeagent.service.placement import shaped_beside
 from shapeagent.service.records import rule_write
 from shapeagent.service.selftest import Reach
@@ -214,9 +214,8 @@ def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
 
 
 def _reaches(attached: Attached) -> list[Reach]:
-    place = Place.of(attached.rtnl, attached.state, attached.pins)
     try:
-        return selftest.reaches(place, attached.datapath, attached.state.bytes_before)
+        return selftest.reaches(attached.place, attached.datapath, attached.state.bytes_before)
     except ShapeError:
         return []  # the device is gone: `problems` says so
 
@@ -224,7 +223,7 @@ def _reaches(attached: Attached) -> list[Reach]:
 def _programs(attached: Attached) -> tuple[dict[str, int], list[str]]:
     programs: dict[str, int] = {}
     problems: list[str] = []
-    place = Place.of(attached.rtnl, attached.state, attached.pins)
+    place = attached.place
     what = "link" if place.hook is Hook.TCX else "filter"
     for direction, name in PROGRAMS.items():
         want = attached.state.program_ids.get(name)

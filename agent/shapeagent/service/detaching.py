@@ -17,7 +17,7 @@ from shapeagent.model.types import Direction, GsoLimits, Policy, TreePlan
 from shapeagent.service import confirming, following, recovering, swapping
 from shapeagent.service.ceilings import tree_of
 from shapeagent.service.documents import load_policy_text
-from shapeagent.service.hook import PROGRAMS, Place, other_programs
+from shapeagent.service.hook import PROGRAMS, Place, has_other_programs
 from shapeagent.service.restoring import put_root_back
 from shapeagent.service.state import AttachState, StateDir
 
@@ -319,7 +319,7 @@ def _drop_clsact(engine: Engine, rtnl: Rtnl, state: AttachState, notes: list[str
         rtnl,
         state.index,
         created_by_us=True,
-        has_other_programs=bool(other_programs(engine.netns, state.index, state.our_ids)),
+        has_other_programs=has_other_programs(engine.netns, state.index, state.our_ids),
     )
     if not gone:
         notes.append("clsact stays: someone else uses it")

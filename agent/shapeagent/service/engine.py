@@ -40,6 +40,7 @@ from shapeagent.policy.meters import least_paced_rate
 from shapeagent.policy.plan import class_rate_change, twin_minor, with_changes
 from shapeagent.service import describing, following, recovering
 from shapeagent.service.ceilings import Enforcement, ceiling_states, class_words, tree_of
+from shapeagent.service.hook import Place
 from shapeagent.service.keptpolicy import policy_of
 from shapeagent.service.state import (
     RUN_DIR,
@@ -90,6 +91,11 @@ class Attached:
     def enforcement(self) -> Enforcement:
         """How ceilings are held on this interface."""
         return Enforcement.of(self.state)
+
+    @property
+    def place(self) -> Place:
+        """Where our programs stand."""
+        return Place.of(self.rtnl, self.state, self.pins)
 
     def tree(self, direction: Direction) -> TreePlan | None:
         """Return the qdisc tree that stands in a direction, None where there is none."""

@@ -11,7 +11,7 @@ from shapeagent.kernel.clock import JiffiesClock
 from shapeagent.kernel.datapath import Datapath
 from shapeagent.model.types import Direction, IngressMode, Policy, Profile
 from shapeagent.policy.rules import compile_rules
-from shapeagent.service.ceilings import ceiling_states, class_words, tree_of
+from shapeagent.service.ceilings import Enforcement, ceiling_states, class_words, tree_of
 from shapeagent.service.records import config_record, rule_write
 from shapeagent.service.state import AttachState
 
@@ -60,6 +60,20 @@ def write_config(
             ifb_lease_jiffies=ifb_lease_jiffies,
             tree=tree_of(policy, state, Direction.EGRESS),
         )
+    )
+
+
+def rewrite(datapath: Datapath, policy: Policy, state: AttachState) -> None:
+    """Write classes and configuration again; cgroup levels and the lease of an IFB stay."""
+    old = datapath.read_config()
+    by_ifb = Enforcement.of(state).ingress_tree is not None
+    write_classes(datapath, policy, state)
+    write_config(
+        datapath,
+        policy,
+        state,
+        cgroup_levels=old.cgroup_levels,
+        ifb_lease_jiffies=old.ifb_lease_jiffies if by_ifb else 0,
     )
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,6 +80,16 @@ class Place:
         found = filters.find_ours(filters.list_filters(self.rtnl, self.index, direction))
         return None if found is None else found.program_id
 
+    def read_back(self, wanted: Mapping[str, int], device: str) -> None:
+        """Return when these programs (name → id) stand as ours. Raises: readback-differs."""
+        for direction, name in PROGRAMS.items():
+            found = self.holder(direction)
+            if found != wanted[name]:
+                raise FailedError(
+                    "readback-differs",
+                    f"The {direction.value} program of {device} is {found}, not {wanted[name]}.",
+                )
+
     def remove(self, direction: Direction, ours: Sequence[int]) -> bool:
         """Take our program away; returns False where it was gone already (C30).
 
@@ -133,13 +143,12 @@ def needs_clsact(hook: Hook, ingress: IngressMode) -> bool:
     return hook is Hook.CLSACT or ingress is IngressMode.IFB
 
 
-def other_programs(netns: str | None, index: int, ours: Collection[int] = ()) -> tuple[int, ...]:
-    """Return the tcx programs of others on a device, both directions."""
-    return tuple(
-        one
+def has_other_programs(netns: str | None, index: int, ours: Collection[int] = ()) -> bool:
+    """Return whether a tcx program of someone else's is attached to a device, either direction."""
+    return any(
+        one not in ours
         for direction in Direction
         for one in tcx.list_programs(netns, index, direction)
-        if one not in ours
     )
 
 

@@ -47,7 +47,12 @@ from shapeagent.service import following
 from shapeagent.service.ceilings import Enforcement
 from shapeagent.service.confirming import check_confirm
 from shapeagent.service.documents import read_policy
-from shapeagent.service.hook import choose_hook, needs_clsact, other_programs, refuse_shared_hook
+from shapeagent.service.hook import (
+    choose_hook,
+    has_other_programs,
+    needs_clsact,
+    refuse_shared_hook,
+)
 from shapeagent.service.keptpolicy import policy_of
 from shapeagent.service.management import ManagementCheck, check_management
 from shapeagent.service.state import AttachState
@@ -366,7 +371,7 @@ def _refuse_edt_writer(engine: Engine, rtnl: Rtnl, device: DeviceFacts) -> None:
     Cilium's bandwidth manager is one: it stamps packets and lets fq pace them.
     """
     others = filters.list_filters(rtnl, device.index, Direction.EGRESS)
-    if others or other_programs(engine.netns, device.index):
+    if others or has_other_programs(engine.netns, device.index):
         name = str(others[0]) if others else "a tcx program"
         raise ConflictError(
             "edt-writer",

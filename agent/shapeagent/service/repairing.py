@@ -19,11 +19,10 @@ from shapeagent.policy.following import carry_ceiling
 from shapeagent.policy.plan import capped_gso, resolve_segment_limit, slow_paced_classes
 from shapeagent.service import following
 from shapeagent.service.ceilings import (
-    Enforcement,
     initial_ceilings,
     tree_of,
 )
-from shapeagent.service.filling import write_classes, write_config
+from shapeagent.service.filling import rewrite
 from shapeagent.service.hook import refuse_shared_hook
 from shapeagent.service.planning import asked_segment_limit
 from shapeagent.service.restoring import undo_text
@@ -163,7 +162,7 @@ def _make_ifb(attached: Attached) -> None:
         attached.set_tree(Direction.INGRESS, tree)
         if tree is not None:
             qdisc.apply_tree(rtnl, ifb.index, tree)
-        _write_maps(attached)
+        rewrite(attached.datapath, attached.policy, attached.state)
         filters.add_redirect(rtnl, state.index, ifb.index, descriptor)
     finally:
         os.close(descriptor)
@@ -176,7 +175,7 @@ def _police(attached: Attached) -> None:
         dataclasses.replace(attached.state, ingress=IngressMode.POLICE.value, ifb=None, ifb_index=0)
     )
     attached.set_tree(Direction.INGRESS, None)
-    _write_maps(attached)
+    rewrite(attached.datapath, attached.policy, attached.state)
 
 
 # --- leaves of mq (F35)
@@ -224,7 +223,7 @@ def _retune(
             attached.set_tree(direction, tree)
             if tree is not None:
                 qdisc.change_tree(rtnl, _index(new, direction), tree)
-        _write_maps(attached)
+        rewrite(attached.datapath, attached.policy, attached.state)
         for direction, tree in trees.items():
             if tree is not None:
                 qdisc.read_back(rtnl, _index(new, direction), tree, leaf_limits=False)
@@ -333,18 +332,3 @@ def _write_undo(attached: Attached) -> None:
         tree = attached.tree(Direction.EGRESS)
         text = undo_text(attached.rtnl, attached.store, attached.state, before, tree, attached.pins)
         attached.store.write_undo(text)
-
-
-def _write_maps(attached: Attached) -> None:
-    """Write every class and the configuration, of the state of the attachment."""
-    state, datapath = attached.state, attached.datapath
-    write_classes(datapath, attached.policy, state)
-    old = datapath.read_config()
-    by_ifb = Enforcement.of(state).ingress_tree is not None
-    write_config(
-        datapath,
-        attached.policy,
-        state,
-        cgroup_levels=old.cgroup_levels,
-        ifb_lease_jiffies=old.ifb_lease_jiffies if by_ifb else 0,
-    )

@@ -220,8 +220,7 @@ def _programs(known: _Known) -> tuple[list[ResidueItem], bool]:
     items, loose = [], False
     living_maps: set[int] = set()
     other_maps: dict[int, str] = {}
-    number = bpf.next_program(0)
-    while number is not None:
+    for number in bpf.program_ids():
         facts = _facts(number)
         if facts is not None and number in living:
             living_maps |= set(facts.map_ids)
@@ -237,7 +236,6 @@ def _programs(known: _Known) -> tuple[list[ResidueItem], bool]:
                     id=number,
                 )
             )
-        number = bpf.next_program(number)
     items += [
         ResidueItem(
             "map",

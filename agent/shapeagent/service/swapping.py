@@ -26,9 +26,9 @@ from shapeagent.kernel.compile import (
     set_again,
 )
 from shapeagent.kernel.rtnl import Rtnl
-from shapeagent.model.errors import ConflictError, FailedError
+from shapeagent.model.errors import ConflictError
 from shapeagent.service import hook, selftest
-from shapeagent.service.filling import fill, write_classes, write_config
+from shapeagent.service.filling import fill, rewrite
 from shapeagent.service.hook import Place
 from shapeagent.service.state import AttachState, StateDir
 
@@ -98,7 +98,7 @@ def swap(
             if not same:
                 maps.remove_pins(folder)
             raise
-        if not _has_our_shape(pins / "counts"):
+        if not maps.has_our_shape(pins, "counts"):
             before = link.read_traffic(rtnl, state.index)
             tried = dataclasses.replace(tried, bytes_before=before)  # as our counters begin anew
         state = _finish(pins, folder, tried, fresh, image.digest)
@@ -121,15 +121,7 @@ def _prepare(attached: Attached, state: AttachState, pins: Path, *, same: bool) 
     """Write the records as this version makes them, before its programs read them."""
     datapath, policy = attached.datapath, attached.policy
     if same:
-        old = datapath.read_config()
-        write_classes(datapath, policy, state)
-        write_config(
-            datapath,
-            policy,
-            state,
-            cgroup_levels=old.cgroup_levels,
-            ifb_lease_jiffies=old.ifb_lease_jiffies,
-        )
+        rewrite(datapath, policy, state)
         return
     fill(datapath, policy, state, float(state.request.get("ingress_lease_s", 0)))
     from shapeagent.service import whitelisting
@@ -138,26 +130,14 @@ def _prepare(attached: Attached, state: AttachState, pins: Path, *, same: bool) 
     if entries:
         whitelisting.put_in_force(attached, entries.values())
     for name in _COPIED:
-        _copy_counters(pins / name, attached.maps[name], name, state.kernel.possible_cpus)
+        _copy_counters(pins, name, attached.maps[name], state.kernel.possible_cpus)
 
 
-def _has_our_shape(path: Path) -> bool:
-    """Return whether the map that is pinned there has the shape of this version's."""
-    try:
-        descriptor = bpf.get_pinned(str(path))
-    except FileNotFoundError:
-        return False
-    try:
-        return bpf.map_shape(descriptor) == maps.SHAPES[path.name]
-    finally:
-        os.close(descriptor)
-
-
-def _copy_counters(old: Path, fd: int, name: str, cpus: int) -> None:
+def _copy_counters(pins: Path, name: str, fd: int, cpus: int) -> None:
     """Copy an array of counters where the old one has the same shape; else they begin at 0."""
-    if not _has_our_shape(old):
+    if not maps.has_our_shape(pins, name):
         return
-    source = bpf.get_pinned(str(old))
+    source = bpf.get_pinned(str(pins / name))
     try:
         maps.copy_percpu(source, fd, maps.SHAPES[name], cpus)
     finally:
@@ -178,14 +158,7 @@ def _change_over(
         if same:
             set_again(attached.maps, {name: one.fd for name, one in fresh.items()})
         _put(place, state, {name: one.fd for name, one in fresh.items()})
-        for direction, name in hook.PROGRAMS.items():
-            found = place.holder(direction)
-            if found != fresh[name].id:
-                raise FailedError(
-                    "readback-differs",
-                    f"The {direction.value} program of {state.device} is {found}, not "
-                    f"{fresh[name].id}.",
-                )
+        place.read_back({name: one.id for name, one in fresh.items()}, state.device)
         selftest.run(place, state.device, attached.datapath)
     except BaseException:
         old = {name: bpf.get_pinned(str(pins / name)) for name in PROGRAMS}
@@ -203,16 +176,6 @@ def _put(place: Place, state: AttachState, programs: Mapping[str, int]) -> None:
         place.swap(direction, programs[name], state.our_ids)
 
 
-def _maps_of(pins: Path) -> set[int]:
-    """Return the ids of the maps that the pinned programs use."""
-    found: set[int] = set()
-    for name in PROGRAMS:
-        descriptor = bpf.get_pinned(str(pins / name))
-        found |= set(bpf.program_facts(descriptor).map_ids)
-        bpf.close_all([descriptor])
-    return found
-
-
 def _finish(
     pins: Path,
     folder: Path,
@@ -221,7 +184,7 @@ def _finish(
     digest: str,
 ) -> AttachState:
     """Give the new pins the names of the old ones. Each is a rename, so none is ever missing."""
-    before = _maps_of(pins)
+    before = maps.maps_in_use(pins)
     for name, program in fresh.items():
         beside = folder / f"{name}{_NEXT}"
         beside.unlink(missing_ok=True)
