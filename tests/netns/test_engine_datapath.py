@@ -12,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,18 @@ def mac_of(netns: str, device: str) -> bytes:
     return bytes.fromhex(found[1].replace(":", ""))
 
 
+def keep_neighbours(pair: VethPair) -> None:
+    """Tell both ends where the other is for good: no ARP is sent from now on."""
+    here, there = (pair.netns, pair.device), (pair.peer_netns, pair.peer_device)
+    for (netns, device), other, address in (
+        (here, there, pair.peer_address4),
+        (there, here, pair.address4),
+    ):
+        lladdr = mac_of(*other).hex(":")
+        words = ("neigh", "replace", address, "dev", device, "lladdr", lladdr, "nud", "permanent")
+        ip(*words, netns=netns)
+
+
 # --- other people's programs
 
 
@@ -85,19 +98,10 @@ def test_a_foreign_filter_sees_every_packet_in_both_orders(
     try:
         pref = filters.PREF - 10 if theirs_first else filters.PREF + 10
         add_bpf_filter(one.netns, one.device, direction, program, pref=pref)
-        ip(
-            *("neigh", "replace", one.pair.peer_address4, "dev", one.device, "lladdr"),
-            mac_of(one.pair.peer_netns, one.pair.peer_device).hex(":"),
-            netns=one.netns,
-        )
+        keep_neighbours(one.pair)
         target = one.pair
         if direction is Direction.INGRESS:
             pair = one.pair
-            ip(
-                *("neigh", "replace", pair.address4, "dev", pair.peer_device, "lladdr"),
-                mac_of(pair.netns, pair.device).hex(":"),
-                netns=pair.peer_netns,
-            )
             target = VethPair(
                 pair.peer_netns, pair.netns, pair.peer_device, pair.device,
                 address4=pair.peer_address4, peer_address4=pair.address4,
@@ -603,10 +607,11 @@ def test_a_thousand_explanations_change_no_map(quiet: Callable[..., Bench]) -> N
 
     def quiet_now() -> bool:
         counted = one.packets(), one.packets("ingress")
-        wait_until(lambda: True, "nothing")
+        time.sleep(1.0)  # longer than TCP's first retransmissions at the end of the flow
         return counted == (one.packets(), one.packets("ingress"))
 
-    wait_until(quiet_now, "traffic to end")
+    keep_neighbours(one.pair)  # else ARP asks again seconds later, on a slow CPU amid the calls
+    wait_until(quiet_now, "traffic to end", timeout_s=30.0)
     before = dump()
     asked = 0
     for number in range(250):
