@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What bulk TCP over a veth loses, and what the segment limit costs in CPU time."""
+"""What bulk TCP over a veth loses, what the segment limit costs, what a flood does to signal."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from netlab_perf import Pair, attached, pair
+from netlab_perf import LOAD_PORT, Pair, attached, pair
 from perflib import Options, Result, median, row
 
+from shapeagent.lab.children import READY_TIMEOUT_S, start_workers
+from shapeagent.lab.stats import quantile_nearest_rank
 from shapeagent.policy.plan import auto_segment_limit
 
 LINK_RATE_BITS_PER_S = 100_000_000_000  # far above what a veth carries here
@@ -184,3 +186,98 @@ def segment_limit_cost(options: Options) -> Sequence[Result]:
                 )
             )
     return results
+
+
+# --- a flood of new flows (F41)
+
+FLOOD_PER_S = 10_000
+FLOOD_FLOWS = 60_000  # one for each port of the far end: more than a run of this rate reaches
+PROBE_EVERY_US = 2_000
+
+
+def _flood(out: socket.socket, address: str, flows: int, stop: Connection) -> None:
+    """Send small datagrams at a steady rate, the next one to the next of `flows` ports."""
+    _pin(0)
+    sent, started = 0, time.perf_counter()
+    while not stop.poll():
+        due = int((time.perf_counter() - started) * FLOOD_PER_S)
+        while sent < due:
+            with contextlib.suppress(ConnectionRefusedError):
+                out.sendto(b"scan", (address, LOAD_PORT + sent % flows))
+            sent += 1
+        time.sleep(0.001)
+    stop.send(sent)
+
+
+@contextlib.contextmanager
+def _flooded(ends: Pair, flows: int) -> Iterator[None]:
+    """Flood from near to far while the block lasts; no flood where `flows` is 0."""
+    if not flows:
+        yield
+        return
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    out = ends.socket_at(ends.near, socket.SOCK_DGRAM)
+    child = context.Process(target=_flood, args=(out, ends.far.ipv4, flows, theirs), daemon=True)
+    child.start()
+    try:
+        yield
+        ours.send(None)
+        assert ours.poll(10), "the flood did not stop"
+        assert ours.recv() > FLOOD_PER_S / 2, "got less than half of the flood, want all of it"
+    finally:
+        child.kill()
+        child.join(10)
+        out.close()
+
+
+def _signal_p99_us(ends: Pair, seconds: float) -> float:
+    """Return the 99th percentile of the one-way delay of signalling over UDP, in microseconds."""
+    config: dict[str, object] = {
+        "address": ends.far.ipv4,
+        "tcp_port": 2379,
+        "udp_port": 123,
+        "interval_us": PROBE_EVERY_US,
+    }
+    try:
+        workers = start_workers(ends.lab, (ends.far.namespace, "heartbeat-server", config))
+        workers += start_workers(ends.lab, (ends.near.namespace, "heartbeat-client", config))
+        start_ns = time.monotonic_ns() + 50_000_000
+        from_ns = start_ns + 200_000_000
+        to_ns = from_ns + int(seconds * 1e9)
+        times = {"start_ns": start_ns, "from_ns": from_ns, "to_ns": to_ns}
+        stop_ns = to_ns + 100_000_000
+        for worker, _ in workers:
+            worker.send({**times, "stop_ns": stop_ns})
+        deadline_ns = stop_ns + int(READY_TIMEOUT_S * 1e9)
+        client = workers[1][0].read_message(deadline_ns)
+    finally:
+        ends.lab.end_children()
+    beats = [beat for beat in client["samples"] if beat[1] == "udp"]
+    delays = [beat[4] / 1e3 for beat in beats if beat[4] is not None]
+    assert len(delays) == len(beats), f"got {len(delays)} of {len(beats)} signals, want all"
+    return quantile_nearest_rank(delays, 0.99)
+
+
+@row("new-flows")
+def flood_of_new_flows(options: Options) -> Sequence[Result]:
+    """Signal beside a scan: each packet a new flow; and beside as many packets of one flow."""
+    seconds = 3.0 if not options.quick else 1.0
+    found: dict[int, list[float]] = {0: [], 1: [], FLOOD_FLOWS: []}
+    with pair() as ends, attached(ends, profile="htb", link_rate_bits_per_s=1_000_000_000):
+        for _ in range(options.pick(PAIRS, 2)):
+            for flows, p99s in found.items():
+                with _flooded(ends, flows):
+                    p99s.append(_signal_p99_us(ends, seconds))
+    quiet, one_flow, scan = found.values()
+    return [
+        Result(
+            f"signal p99 in a flood of {FLOOD_PER_S:,} new flows/s, against {what}",
+            median([b / a for a, b in zip(base, scan, strict=True)]),
+            "ratio",
+            target=1.2,
+            note=f"median of {len(scan)} interleaved pairs; "
+            f"{median(scan):.0f} against {median(base):.0f} µs, one-way",
+        )
+        for what, base in (("quiet", quiet), ("as many packets of one flow", one_flow))
+    ]
