@@ -95,3 +95,15 @@ def test_the_engine_itself_is_light() -> None:
     assert "shapeagent.service.engine" in loaded, f"got {loaded}"
     heavy = [name for name in loaded if name in HEAVY_FOR_THE_ENGINE]
     assert not heavy, f"importing the engine loaded {heavy}"
+
+
+def test_ctrl_c_while_modules_are_read_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt\n")
+    path = os.pathsep.join([str(tmp_path), *(entry for entry in sys.path if entry)])
+    done = subprocess.run(
+        [sys.executable, "-m", "shapectl", "status"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 130, f"got exit {done.returncode}, want 130"
+    assert done.stderr == "error: interrupted\nStopped by Ctrl-C.\n", f"got {done.stderr!r}"
