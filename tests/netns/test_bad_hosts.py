@@ -81,6 +81,7 @@ def drive(one: Bench, program: str) -> list[list[Any]]:
 # --- the state folder
 
 
+@pytest.mark.host
 def test_a_disk_that_is_full_at_any_moment_of_attach_changes_nothing(
     bench: Callable[..., Bench],
 ) -> None:
@@ -114,6 +115,7 @@ for blocks in range(1, 60):
     assert tries[-1][1] == 0, f"got {tries[-1]}, want an attach that fits"
 
 
+@pytest.mark.host
 def test_a_disk_that_fills_while_attached_changes_nothing_and_lets_detach_through(
     bench: Callable[..., Bench],
 ) -> None:
@@ -160,6 +162,7 @@ tell("left", engine.status())
     assert told["left"] == [[]], f"got {told['left']}, want nothing attached"
 
 
+@pytest.mark.host
 def test_a_read_only_folder_changes_nothing(bench: Callable[..., Bench]) -> None:
     """C44: status works, from the kernel's copy too; changes are refused by name."""
     one = bench()
@@ -235,6 +238,7 @@ def pin_map(path: Path) -> None:
     os.close(descriptor)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("make", [pin_program, pin_map, Path.mkdir])
 def test_what_is_not_ours_in_our_pin_folder_stays(
     bench: Callable[..., Bench], make: Callable[[Path], None]
@@ -301,6 +305,7 @@ def test_a_pin_where_our_folder_should_be_is_refused(
 # --- tools and privileges
 
 
+@pytest.mark.host
 def test_no_tool_is_needed(bench: Callable[..., Bench], tmp_path: Path) -> None:
     """C116: neither tc nor ip is in PATH."""
     one = bench()
@@ -336,6 +341,7 @@ def test_root_of_a_user_namespace_is_told_what_it_lacks() -> None:
 # --- others, and devices that go
 
 
+@pytest.mark.host
 def test_two_attaches_at_once_make_one(bench: Callable[..., Bench]) -> None:
     """F16: whoever comes second waits, and finds it attached or is told who holds the lock."""
     one = bench()

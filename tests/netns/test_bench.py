@@ -17,6 +17,7 @@ from shapectl.cli import main
 from shapectl.labattach import LabAttach
 
 pytestmark = [
+    pytest.mark.host,
     pytest.mark.netns,
     pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root"),

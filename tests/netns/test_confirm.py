@@ -175,6 +175,7 @@ def test_it_is_undone_in_time_though_the_whole_session_was_killed(
     assert caught.value.reference == "not-attached", f"got {caught.value.reference}"
 
 
+@pytest.mark.host
 def test_while_another_command_holds_the_lock_the_undo_waits_and_comes_then(one: Bench) -> None:
     """F16, F36: the holder is never pushed aside, and the undo is not lost."""
     before = one.host_state()
@@ -190,6 +191,7 @@ def test_while_another_command_holds_the_lock_the_undo_waits_and_comes_then(one:
     wait_until(lambda: not waits(one), "the process's end")
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("delay_s", [0.02, 0.1, 0.2])
 def test_a_session_killed_in_the_middle_of_attach_is_undone_too(
     one: Bench, scope: Path | None, delay_s: float
@@ -204,6 +206,7 @@ def test_a_session_killed_in_the_middle_of_attach_is_undone_too(
     wait_until(lambda: not waits(one), "the process's end")
 
 
+@pytest.mark.host
 def test_confirmed_it_stays(one: Bench) -> None:
     report = one.attach(confirm_s=3.0)
     assert report.unconfirmed_s is not None, f"got {report}"
@@ -224,6 +227,7 @@ def test_confirmed_it_stays(one: Bench) -> None:
     assert one.status().problems == (), f"got {one.status().problems}, want it attached"
 
 
+@pytest.mark.host
 def test_a_detach_disarms_and_the_next_attach_is_another(one: Bench) -> None:
     one.attach(confirm_s=3.0)
     old = read_pending(store_of(one))
@@ -239,6 +243,7 @@ def test_a_detach_disarms_and_the_next_attach_is_another(one: Bench) -> None:
     assert not guardian.is_waiting(old.guardian)
 
 
+@pytest.mark.host
 def test_a_failed_attach_leaves_nobody_waiting(one: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     before = one.host_state()
     from shapeagent.service import attaching
@@ -253,6 +258,7 @@ def test_a_failed_attach_leaves_nobody_waiting(one: Bench, monkeypatch: pytest.M
     wait_until(lambda: not waits(one), "the process's end")
 
 
+@pytest.mark.host
 def test_what_is_attached_already_takes_no_confirm(one: Bench) -> None:
     one.attach()
     with pytest.raises(ConflictError) as caught:
@@ -261,6 +267,7 @@ def test_what_is_attached_already_takes_no_confirm(one: Bench) -> None:
     assert one.status().unconfirmed_s is None
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("confirm_s", [0.0, 2.9, 3_601.0, -5.0])
 def test_odd_times_are_refused(one: Bench, confirm_s: float) -> None:
     before = one.host_state()
@@ -270,6 +277,7 @@ def test_odd_times_are_refused(one: Bench, confirm_s: float) -> None:
     assert one.host_state() == before
 
 
+@pytest.mark.host
 def test_a_damaged_note_is_no_confirmation_and_hides_nothing(one: Bench) -> None:
     """C44: put right by the kernel's copy; without that, what waits undoes the attach all the same.
 

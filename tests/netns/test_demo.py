@@ -23,6 +23,7 @@ from shapeagent.lab import topology
 from shapeagent.model.errors import FailedError
 
 pytestmark = [
+    pytest.mark.host,
     pytest.mark.netns,
     pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root"),

@@ -76,6 +76,7 @@ def doctor_programs() -> list[int]:
     return found
 
 
+@pytest.mark.host
 def test_doctor_changes_nothing(bench: Callable[..., Bench]) -> None:
     one = bench(queues=2)
     before, wide = one.host_state(), host_wide()
@@ -88,6 +89,7 @@ def test_doctor_changes_nothing(bench: Callable[..., Bench]) -> None:
     wait_until(lambda: not doctor_programs(), "the programs of doctor to be freed")
 
 
+@pytest.mark.host
 @pytest.mark.rates
 def test_doctor_takes_half_a_second(bench: Callable[..., Bench]) -> None:
     """The best of five; a machine that starts Python slower than usual gets as much more."""
@@ -159,6 +161,7 @@ def test_what_shapectl_set_is_not_foreign(
     assert "attached" not in findings(one.netns, one.device)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("name", ["eth0.100.200", "abcdefghijklmno", "a-b_c.d"])
 def test_names_with_dots_and_fifteen_characters(
     veth_pair: Callable[..., VethPair], name: str
@@ -187,6 +190,7 @@ def test_bridge_and_its_ports_are_placed(veth_pair: Callable[..., VethPair]) -> 
     assert findings(pair.netns, pair.device)["placement-port"].what.endswith("bridge br0.x.")
 
 
+@pytest.mark.host
 def test_unknown_device_and_namespace_are_named(bench: Callable[..., Bench]) -> None:
     one = bench()
     ran = shapectl("--netns", one.netns, "doctor", "d9")
@@ -197,6 +201,7 @@ def test_unknown_device_and_namespace_are_named(bench: Callable[..., Bench]) -> 
     assert caught.value.reference == "no-such-netns"
 
 
+@pytest.mark.host
 def test_without_privilege_it_says_what_it_could_not_see(bench: Callable[..., Bench]) -> None:
     if shutil.which("setpriv") is None:
         pytest.skip("setpriv (util-linux) is not installed")
@@ -213,6 +218,7 @@ def test_without_privilege_it_says_what_it_could_not_see(bench: Callable[..., Be
     assert "queues" in found
 
 
+@pytest.mark.host
 def test_sysfs_of_another_namespace_is_not_believed(bench: Callable[..., Bench]) -> None:
     """`nsenter --net` leaves /sys as it was, and without privilege no other can be opened."""
     for tool in ("setpriv", "nsenter"):
@@ -233,6 +239,7 @@ def test_sysfs_of_another_namespace_is_not_believed(bench: Callable[..., Bench])
     assert subjects == {"host"}, f"got {subjects}, want no device of the host's namespace"
 
 
+@pytest.mark.host
 def test_nothing_heavy_is_loaded(bench: Callable[..., Bench]) -> None:
     """bcc is found without its 73 MB."""
     one = bench()
@@ -269,6 +276,7 @@ def test_asking_what_the_kernel_has_loads_no_module(bench: Callable[..., Bench])
     assert "prio" in qdiscs["what"], f"got {qdiscs}, want the module on disk counted"
 
 
+@pytest.mark.host
 def test_state_of_another_namespace_is_not_mixed_in(veth_pair: Callable[..., VethPair]) -> None:
     """Two namespaces with a device of the same name: each sysfs is asked in its own."""
     one, other = veth_pair(queues=1), veth_pair(queues=4)

@@ -84,6 +84,7 @@ protocol = "tcp"
 """
 
 
+@pytest.mark.host
 def test_wrong_words_and_policies(bench: Callable[..., Bench], tmp_path: Path) -> None:
     one = bench()
     before = one.host_state()
@@ -116,6 +117,7 @@ def test_a_profile_that_the_kernel_lacks(bench: Callable[..., Bench]) -> None:
     assert one.host_state() == before, "got a changed host, want nothing done"
 
 
+@pytest.mark.host
 def test_without_privilege() -> None:
     nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
     readable = subprocess.run([*nobody, sys.executable, "-c", "import shapeagent"],
@@ -127,6 +129,7 @@ def test_without_privilege() -> None:
         check(ran, 3, "missing-privilege", "sudo")
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(
     ("text", "reference"),
     [
@@ -151,6 +154,7 @@ def test_a_bcc_that_is_none(
     assert one.host_state() == before, "got a changed host, want nothing done"
 
 
+@pytest.mark.host
 def test_no_kernel_headers(bench: Callable[..., Bench], tmp_path: Path) -> None:
     one = bench()
     before = one.host_state()
@@ -173,6 +177,7 @@ def test_an_interface_that_goes_away_in_the_middle(bench: Callable[..., Bench]) 
     assert json.loads(shown.out)["interfaces"] == [], f"got {shown.out}, want nothing attached"
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("damage", ["", "\0" * 1887, '{"schema": 1, "device": "d0"', "[]", "null"])
 def test_a_damaged_state_is_named_and_detach_takes_our_filters(
     bench: Callable[..., Bench], damage: str

@@ -59,6 +59,7 @@ def json_of(ran: Ran) -> Any:
     return json.loads(ran.out)
 
 
+@pytest.mark.host
 def test_from_dry_run_to_status(typed: tuple[Bench, Callable[..., Ran]], tmp_path: Path) -> None:
     """Attach, explain four packets, import 100,000 entries, and look."""
     one, run = typed

@@ -26,6 +26,7 @@ from shapeagent.lab.worker import HEARTBEAT_BYTES, TOKEN_BYTES
 from shapeagent.model.errors import FailedError
 
 pytestmark = [
+    pytest.mark.host,
     pytest.mark.netns,
     pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root"),
 ]

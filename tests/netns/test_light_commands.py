@@ -18,6 +18,7 @@ from shapeagent.service.documents import load_policy_text
 from tests.unit.test_cli_imports import HEAVY_FOR_THE_ENGINE
 
 pytestmark = [
+    pytest.mark.host,
     pytest.mark.netns,
     pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root"),
 ]

@@ -60,6 +60,7 @@ def folder(path: Path) -> None:
 DAMAGE = (empty, nul, cut, changed, other_type, missing, folder)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("options", [{"profile": "htb", "ingress": "ifb"}, {"profile": "police"}])
 def test_a_damaged_state_is_made_again_and_everything_works(
@@ -96,6 +97,7 @@ def test_a_damaged_state_is_made_again_and_everything_works(
     one.check_programs_gone()
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("name", FILES[1:])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_any_other_damaged_file_is_made_again_by_the_next_change(
@@ -116,6 +118,7 @@ def test_any_other_damaged_file_is_made_again_by_the_next_change(
     assert one.host_state() == before, f"got {one.host_state()}, want {before}"
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("command", ["detach", "attach"])
 def test_a_folder_that_is_gone_is_made_again(bench: Callable[..., Bench], command: str) -> None:
     """Somebody cleaned /run: the attachment is in force, and no residue."""
@@ -145,6 +148,7 @@ def test_a_state_damaged_in_the_middle_of_a_detach_is_finished(bench: Callable[.
     assert one.host_state() == before, f"got {one.host_state()}, want {before}"
 
 
+@pytest.mark.host
 def test_of_damaged_files_a_few_are_kept(bench: Callable[..., Bench]) -> None:
     one = bench()
     one.attach(profile="police")
@@ -157,6 +161,7 @@ def test_of_damaged_files_a_few_are_kept(bench: Callable[..., Bench]) -> None:
     assert len(one.status().warnings) <= 12, f"got {one.status().warnings}"
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("text", ['{"schema": 99}', None])
 def test_a_state_of_another_version_is_refused_and_left(
     bench: Callable[..., Bench], text: str | None
@@ -240,6 +245,7 @@ def test_many_prefixes_are_read_from_their_hash(bench: Callable[..., Bench]) -> 
     assert got == want, f"got {len(got)} prefixes, want {len(want)}"
 
 
+@pytest.mark.host
 def test_the_command_line_warns(bench: Callable[..., Bench]) -> None:
     one = bench()
     before = one.host_state()

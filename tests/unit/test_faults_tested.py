@@ -46,3 +46,25 @@ def test_a_test_that_is_named_exists(identity: str, name: str) -> None:
 def test_only_what_is_the_agents_has_no_test() -> None:
     bare = [cells[0] for cells in rows() if "`" not in cells[2] and cells[3] != "agent"]
     assert not bare, f"got {bare} without a test, want one, or agent"
+
+
+def runs_in_vm(name: str) -> bool:
+    """Return whether `make test-vm` runs a test: it is of a suite that does, and not `host`."""
+    path, _, function = name.partition("::")
+    if not path.startswith(("tests/bpf/", "tests/netns/")):
+        return False
+    text = (ROOT / path).read_text(encoding="utf-8")
+    module_marks = re.search(r"^pytestmark = (\[.*?^\]|[^\n]*)", text, re.M | re.S)
+    decorators = re.search(rf"((?:^(?:@|[ )]).*\n)*)^def {function}\(", text, re.M)
+    marks = (module_marks[0] if module_marks else "") + (decorators[1] if decorators else "")
+    return "pytest.mark.host" not in marks
+
+
+def test_what_runs_in_both_places_has_a_test_that_does() -> None:
+    wrong = [
+        cells[0]
+        for cells in rows()
+        if cells[3].startswith("both")
+        and not any(runs_in_vm(name) for name in re.findall(r"`([^`]+)`", cells[2]))
+    ]
+    assert not wrong, f"got {wrong} said to run in the virtual machines too, want where they run"
