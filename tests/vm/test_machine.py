@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from shapeagent.lab.vm import SERIES as SERIES_OF_ALL
 from shapeagent.lab.vm import KernelImage, VmLostError, VmSpec, boot, find_kernel
 from shapeagent.model.errors import ShapeError
 
@@ -115,3 +116,18 @@ def test_a_command_brings_back_its_status_and_a_panic_does_not(
     assert panic, f"got {details}, want what the kernel said last"
     assert details[-1].startswith("console: "), f"got {details[-1]}, want the console's tail"
     assert processes_of(share) == [], f"got {processes_of(share)}, want none left"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("series", SERIES_OF_ALL)
+def test_each_kernel_finds_its_modules(series: str, small_tree: Path, tmp_path: Path) -> None:
+    """Also where the host has a folder of that name without any: that of its headers' package."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root: the guest sees the host's files as root")
+    kernel = find_kernel(series)
+    spec = VmSpec(kernel, small_tree, memory_mb=512, deadline_s=600.0)
+    lines: list[str] = []
+    words = "modprobe --show-depends ifb && ls -d /lib/modules/$(uname -r)/kernel"
+    result = boot(spec, ["sh", "-c", words], tmp_path / "share", on_output=lines.append)
+    assert result.rc == 0, f"got {result.rc}: {lines}"
+    assert any("ifb.ko" in line for line in lines), f"got {lines}, want the module's file"

@@ -534,7 +534,9 @@ def _guest_script(spec: VmSpec, share: Path) -> str:
             # Folders bound over the overlay, whose own folders are always asked in each layer.
             *(f"mount --bind {memory}/packed{one} {memory}/root{one} || exit 125" for one in whole),
             f"own={memory}/root/usr/lib/modules/{spec.kernel.release}",
-            f'[ -e "$own" ] || {{ mkdir -p "${{own%/*}}" && ln -s {modules} "$own"; }}',
+            # The package of its headers leaves a folder there too, without modules.
+            f'[ -e "$own/modules.dep" ] || {{ rm -rf "$own"; mkdir -p "${{own%/*}}";',
+            f'  ln -s {modules} "$own"; }} || exit 125',
             f"for place in proc sys dev {here.lstrip('/')}; do mkdir -p {memory}/root/$place;",
             f"  mount --rbind /$place {memory}/root/$place || exit 125; done",
             f"mount -t tmpfs tmpfs {memory}/root/run",
