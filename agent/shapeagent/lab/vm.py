@@ -535,7 +535,7 @@ def _guest_script(spec: VmSpec, share: Path) -> str:
             *(f"mount --bind {memory}/packed{one} {memory}/root{one} || exit 125" for one in whole),
             f"own={memory}/root/usr/lib/modules/{spec.kernel.release}",
             # The package of its headers leaves a folder there too, without modules.
-            f'[ -e "$own/modules.dep" ] || {{ rm -rf "$own"; mkdir -p "${{own%/*}}";',
+            '[ -e "$own/modules.dep" ] || { rm -rf "$own"; mkdir -p "${own%/*}";',
             f'  ln -s {modules} "$own"; }} || exit 125',
             f"for place in proc sys dev {here.lstrip('/')}; do mkdir -p {memory}/root/$place;",
             f"  mount --rbind /$place {memory}/root/$place || exit 125; done",
