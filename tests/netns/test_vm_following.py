@@ -11,7 +11,7 @@ from devicekit import add_vlan, rename, set_tx_channels, without_routes
 from enginekit import MBIT, NORMAL, Bench, UdpSink, UdpSource, send_datagrams, wait_until
 from netlab import ip, tc
 
-from shapeagent.model.errors import ConflictError
+from shapeagent.model.errors import ConflictError, InputError
 from shapeagent.model.reports import AttachRequest
 
 pytestmark = [pytest.mark.vm, pytest.mark.netns]
@@ -75,7 +75,7 @@ def test_an_mtu_that_edt_cannot_carry_is_refused(bench: Callable[..., Bench]) ->
     options = {"profile": "edt", "link_rate_bits_per_s": 50 * MBIT}
     one.attach(**options)
     set_mtu(one, 9000)
-    with pytest.raises(ConflictError) as caught:
+    with pytest.raises(InputError) as caught:
         one.attach(**options)
     assert caught.value.reference == "edt-ceiling-too-low", f"got {caught.value}"
     assert any("MTU 9000" in text for text in one.status().problems), f"got {one.status()}"
