@@ -213,16 +213,24 @@ def test_the_machines_of_one_kernel_are_one_line() -> None:
 def test_only_the_machine_with_two_cpus_is_locked_down() -> None:
     """C118: the tests of a lockdown run there, and nowhere else; by path, too."""
     args = argparse.Namespace(cpus=None, clock=None)
-    main, cpus = parts_of("all", args)
+    main, rest, cpus = parts_of("all", args)
     lockdown = "tests/netns/test_vm_lockdown.py"
-    assert (main.kernel_words, f"--ignore={lockdown}" in main.words) == ((), True), f"got {main}"
+    for one in (main, rest):
+        assert (one.kernel_words, f"--ignore={lockdown}" in one.words) == ((), True), f"got {one}"
     assert (cpus.kernel_words, lockdown in cpus.words) == (LOCKDOWN, True), f"got {cpus}"
     assert parts_of(lockdown, args)[0].kernel_words == LOCKDOWN
     assert parts_of("tests/netns/test_vm_rates.py", args)[0].kernel_words == ()
 
 
+def test_every_test_runs_in_one_machine_of_a_kernel_and_rates_in_virtual_time() -> None:
+    main, rest, _ = parts_of("all", argparse.Namespace(cpus=None, clock=None))
+    assert (main.virtual_time, rest.virtual_time) == (True, False)
+    chosen = [one.words[one.words.index("-m") + 1] for one in (main, rest)]
+    assert "and (rates or " in chosen[0], f"got {chosen}"
+    assert chosen[1] == chosen[0].replace("and (", "and not ("), f"got {chosen}, want the rest"
+
+
 def test_a_choice_of_tests_is_paths_or_an_expression() -> None:
-    assert "tests/netns" in pytest_argv("all")
     assert pytest_argv("tests/unit/test_vm.py::test_x")[0] == "tests/unit/test_vm.py::test_x"
     assert pytest_argv("prio and not ifb")[-2:] == ["-k", "prio and not ifb"]
     assert "smoke" in pytest_argv("smoke")
