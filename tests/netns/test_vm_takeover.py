@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from enginekit import SIGNAL_UDP, Bench, UdpSink, add_bpf_filter, send_datagrams, wait_until
-from netlab import load_program, tc
+from netlab import load_program, note_change, tc
 from treekit import HTB, build, tc_says
 
 from shapeagent.model.errors import ConflictError
@@ -114,6 +114,7 @@ def panic_off_and_back(one: Bench) -> None:
     # a tree that tc made may differ in what tc neither takes nor shows, such as netem's seed
     found = dataclasses.replace(one.host_state(), tree=before.tree)
     assert found == before, f"got {found}, want {before}"
+    note_change(one.netns)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -146,6 +146,10 @@ class ClassCounters:
     overlimits: int
 
 
+#: These show each flow that has packets as a class: they come and go with the traffic.
+_FLOWS_ARE_CLASSES = frozenset({"cake", "fq_codel", "fq_pie", "sfq"})
+
+
 def dump_tree(rtnl: Rtnl, index: int) -> TreeSnapshot:
     """Return the qdiscs and classes of a device, comparable and without counters."""
     nodes: list[TreeNode] = []
@@ -156,7 +160,11 @@ def dump_tree(rtnl: Rtnl, index: int) -> TreeSnapshot:
             hook = node
         else:
             nodes.append(node)
-    nodes += [_node(message, is_class=True) for message in _dump(rtnl, RTM_GETTCLASS, index)]
+    nodes += [
+        _node(message, is_class=True)
+        for message in _dump(rtnl, RTM_GETTCLASS, index)
+        if message.kind not in _FLOWS_ARE_CLASSES
+    ]
     return TreeSnapshot(tuple(sorted(nodes)), hook)
 
 
