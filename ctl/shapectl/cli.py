@@ -42,6 +42,7 @@ _COMMANDS = {
     "policy": "policy",
     "demo": "demo",
     "bench": "bench",
+    "agent": "agent",
     "completion": "completion",
 }
 

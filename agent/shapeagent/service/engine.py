@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from shapeagent.kernel import abi, maps, qdisc
@@ -19,7 +20,7 @@ from shapeagent.kernel.clock import JiffiesClock
 from shapeagent.kernel.datapath import Datapath
 from shapeagent.kernel.link import read_device
 from shapeagent.kernel.probe import require_privileges
-from shapeagent.kernel.rtnl import Rtnl
+from shapeagent.kernel.rtnl import NetlinkRefusal, Rtnl
 from shapeagent.kernel.signals import InterruptGuard
 from shapeagent.model.errors import ConflictError, FailedError, InputError, ShapeError
 from shapeagent.model.reports import (
@@ -35,7 +36,14 @@ from shapeagent.model.reports import (
     WhitelistChange,
     WhitelistRow,
 )
-from shapeagent.model.types import Direction, Policy, Profile, TreePlan, WhitelistEntry
+from shapeagent.model.types import (
+    DeviceFacts,
+    Direction,
+    Policy,
+    Profile,
+    TreePlan,
+    WhitelistEntry,
+)
 from shapeagent.policy.meters import least_paced_rate
 from shapeagent.policy.plan import class_rate_change, twin_minor, with_changes
 from shapeagent.service import describing, following, recovering
@@ -43,6 +51,7 @@ from shapeagent.service.ceilings import Enforcement, ceiling_states, class_words
 from shapeagent.service.hook import Place
 from shapeagent.service.keptpolicy import policy_of
 from shapeagent.service.state import (
+    LOCK_WAIT_S,
     RUN_DIR,
     AttachState,
     CeilingState,
@@ -86,6 +95,8 @@ class Attached:
         self.datapath = Datapath(self.maps, state.kernel.possible_cpus)
         self.clock = JiffiesClock()
         self._trees: dict[Direction, TreePlan | None] = {}
+        self.stamp = _stamp(store)  # of the state that this is
+        self.is_kept = False  # by an engine that keeps it open
 
     @property
     def enforcement(self) -> Enforcement:
@@ -106,7 +117,7 @@ class Attached:
     def save(self, state: AttachState) -> None:
         """Write a new state."""
         self.store.write(state)
-        self.state = state
+        self.state, self.stamp = state, _stamp(self.store)
 
     @contextlib.contextmanager
     def saving(
@@ -115,16 +126,17 @@ class Attached:
         """Change the kernel in the body; the new state is in force where that did not fail."""
         with self.store.writing(state, whitelist, lasting=lasting):
             yield
-        self.state = state
+        self.state, self.stamp = state, _stamp(self.store)
 
     def set_tree(self, direction: Direction, tree: TreePlan | None) -> None:
         """Note the tree that stands after a change."""
         self._trees[direction] = tree
 
-    def close(self) -> None:
-        """Close every descriptor."""
-        self.maps.close()
-        self.clock.close()
+    def close(self, *, for_good: bool = False) -> None:
+        """Close every descriptor, unless the engine keeps it open for the next call."""
+        if for_good or not self.is_kept:
+            self.maps.close()
+            self.clock.close()
 
 
 class Session:
@@ -172,12 +184,20 @@ class Engine:
         warn: Callable[[str], None] | None = None,
         run_dir: Path = RUN_DIR,
         bpffs_dir: Path = BPFFS_DIR,
+        holds_lock: bool = False,
     ) -> None:
         self.netns = netns
         self.progress = progress or (lambda _: None)
         self.warn = warn or (lambda _: None)  # what an administrator must hear of
         self.run_dir = run_dir
         self.bpffs_dir = bpffs_dir
+        self._holds_lock = holds_lock  # the agent does, for its life, and has one writer
+        self._rtnl: Rtnl | None = None
+        self._kept: dict[str, Attached] = {}
+
+    def lock(self, wait_s: float = LOCK_WAIT_S) -> contextlib.AbstractContextManager[None]:
+        """Return a context that holds the one writer's lock; see `state.locked`."""
+        return contextlib.nullcontext() if self._holds_lock else locked(self.run_dir, wait_s)
 
     # --- attach and detach
 
@@ -191,7 +211,7 @@ class Engine:
         from shapeagent.service import planning
 
         require_privileges()
-        with namespaces.open_rtnl(self.netns) as rtnl:
+        with self.reading() as rtnl:
             return planning.make_plan(self, rtnl, request).report
 
     def attach(self, request: AttachRequest) -> AttachReport:
@@ -207,6 +227,7 @@ class Engine:
 
         require_privileges()
         with self._changing_kernel() as rtnl:
+            self.forget()
             return attaching.attach(self, rtnl, request)
 
     def detach(
@@ -224,6 +245,7 @@ class Engine:
 
         require_privileges()
         with self._changing_kernel() as rtnl:
+            self.forget()
             return detaching.detach(
                 self, rtnl, device, dry_run=dry_run, unless_confirmed=unless_confirmed
             )
@@ -269,7 +291,7 @@ class Engine:
         """
         require_privileges()
         found = []
-        with namespaces.open_rtnl(self.netns) as rtnl:
+        with self.reading() as rtnl:
             for key in self._keys(rtnl, device):
                 try:
                     found.append(self._status_of(rtnl, key))
@@ -320,12 +342,59 @@ class Engine:
         from shapeagent.service import explaining
 
         require_privileges()
-        with namespaces.open_rtnl(self.netns) as rtnl:
+        with self.reading() as rtnl:
             attached = self._open(rtnl, device)
             try:
                 yield from explaining.explain(attached, request, path, direction)
             finally:
                 attached.close()
+
+    # --- for the agent's own thread
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Rtnl]:
+        """Give a socket in the engine's namespace; who holds the lock for life keeps it open."""
+        if not self._holds_lock:
+            with namespaces.open_rtnl(self.netns) as rtnl:
+                yield rtnl
+            return
+        if self._rtnl is None:
+            self._rtnl = namespaces.open_rtnl(self.netns)
+        try:
+            yield self._rtnl
+        except OSError as error:
+            if not isinstance(error, NetlinkRefusal):  # the socket, not what was asked (F15)
+                self.close()
+            raise
+
+    def close(self) -> None:
+        """Close what is kept open between calls; the next call opens it again."""
+        self.forget()
+        if self._rtnl is not None:
+            self._rtnl.close()
+            self._rtnl = None
+
+    def forget(self, keys: Iterable[str] | None = None) -> None:
+        """Close the attachments that are kept open: all, or these."""
+        for key in list(self._kept) if keys is None else keys:
+            attached = self._kept.pop(key, None)
+            if attached is not None:
+                attached.close(for_good=True)
+
+    def forget_gone(self) -> None:
+        """Close those that another program has undone, so that the kernel can free their maps."""
+        self.forget([key for key, one in self._kept.items() if one.stamp != _stamp(one.store)])
+
+    def opened(self, rtnl: Rtnl, device: DeviceFacts) -> Attached | None:
+        """Return the attachment of this very device, None where there is none or it did not end.
+
+        Close it. Raises: ShapeError where it is there and cannot be opened.
+        """
+        key = self.key_of(rtnl, device.index)
+        state = following.state_of(self, rtnl, device)
+        if state is None or not state.complete:
+            return None
+        return self._open_key(rtnl, key)
 
     # --- ceilings
 
@@ -434,7 +503,7 @@ class Engine:
         from shapeagent.service import whitelisting
 
         require_privileges()
-        with namespaces.open_rtnl(self.netns) as rtnl:
+        with self.reading() as rtnl:
             key = next(iter(self._keys(rtnl, device)), None)
             if key is None:
                 raise _not_attached(device)
@@ -460,11 +529,7 @@ class Engine:
     @contextlib.contextmanager
     def _changing_kernel(self) -> Iterator[Rtnl]:
         """Hold the lock and a socket; a signal unwinds what was begun, and only once."""
-        with (
-            InterruptGuard(),
-            locked(self.run_dir),
-            namespaces.open_rtnl(self.netns) as rtnl,
-        ):
+        with InterruptGuard(), self.lock(), self.reading() as rtnl:
             yield rtnl
 
     # --- finding
@@ -520,6 +585,17 @@ class Engine:
 
     def _open_key(self, rtnl: Rtnl, key: str) -> Attached:
         store = self.store(key)
+        kept = self._kept.get(key)
+        if kept is not None and kept.stamp == _stamp(store):
+            return kept
+        self.forget([key])
+        attached = self._open_anew(rtnl, store, key)
+        if self._holds_lock:
+            attached.is_kept = True
+            self._kept[key] = attached
+        return attached
+
+    def _open_anew(self, rtnl: Rtnl, store: StateDir, key: str) -> Attached:
         state = store.read()
         if state is None or not state.complete:
             raise ConflictError(
@@ -546,6 +622,15 @@ class Engine:
                 f"A pin or file of {state.device}'s attachment is gone: {error}.",
                 hint=f"shapectl detach {state.device}, then attach again",
             ) from error
+
+
+def _stamp(store: StateDir) -> tuple[int, int, int] | None:
+    """Return what changes whenever a state is written; None where there is none."""
+    try:
+        found = os.stat(store.folder / "state.json")
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _not_attached(device: str) -> ConflictError:

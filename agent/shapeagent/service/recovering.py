@@ -17,7 +17,7 @@ from shapeagent.kernel import bpf
 from shapeagent.kernel.lists import read_lists
 from shapeagent.model.errors import ConflictError, InputError, ShapeError
 from shapeagent.model.types import WhitelistEntry
-from shapeagent.service.state import AttachState, StateDir, locked
+from shapeagent.service.state import AttachState, StateDir
 
 if TYPE_CHECKING:
     from shapeagent.service.engine import Attached, Engine
@@ -67,7 +67,7 @@ def repair_if_free(engine: Engine, key: str) -> None:
     if not damage:
         return
     try:
-        with locked(engine.run_dir, wait_s=0.0):
+        with engine.lock(wait_s=0.0):
             repair(engine, key)
     except ShapeError as error:
         engine.warn(f"{store.folder}: {', '.join(damage)} damaged, not put right: {error.message}")

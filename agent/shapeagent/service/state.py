@@ -613,8 +613,14 @@ def list_states(run_dir: Path, bpffs_dir: Path | None = None) -> list[str]:
 
 
 @contextlib.contextmanager
-def locked(run_dir: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
+def locked(
+    run_dir: Path, wait_s: float = LOCK_WAIT_S, *, sockets: Path | None = None
+) -> Iterator[None]:
     """Hold the one writer's lock.
+
+    Args:
+        sockets: the agent's folder of sockets, noted in the file: who finds the lock
+            held asks there.
 
     Raises:
         ConflictError: "locked" after `wait_s`, with the holder's pid.
@@ -637,10 +643,21 @@ def locked(run_dir: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
         ) from error
     try:
         _take(descriptor, path, wait_s)
-        os.pwrite(descriptor, f"{os.getpid():<20}\n".encode(), 0)
+        holder = {"pid": os.getpid(), **({"sockets": str(sockets)} if sockets else {})}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def _holder(data: bytes) -> dict[str, Any]:
+    """Return what the holder of the lock wrote about itself; nothing while it is writing."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(data)
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def _take(descriptor: int, path: Path, wait_s: float) -> None:
@@ -653,7 +670,7 @@ def _take(descriptor: int, path: Path, wait_s: float) -> None:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
         if time.monotonic() >= deadline:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            holder = _holder(os.pread(descriptor, 4096, 0)).get("pid", "unknown")
             raise ConflictError(
                 "locked",
                 f"Another shapectl process is changing things (pid {holder} holds {path}).",

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the interfaces of the agent's configuration as they are wanted.
+
+Called by the writer's thread between calls: after each netlink event, and
+every few seconds, since tcx links, cgroups and lost messages send none. It
+reads everything anew each time; what it remembers is only how often it tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shapeagent.kernel.link import read_device
+from shapeagent.kernel.rtnl import Rtnl
+from shapeagent.model.errors import ConflictError, FailedError, InputError, ShapeError
+from shapeagent.model.reports import AttachRequest
+from shapeagent.model.types import DeviceFacts
+from shapeagent.policy.reconcile import Choice, Dispute, Retry
+from shapeagent.service import following, reapplying
+from shapeagent.service.engine import Attached, Engine
+from shapeagent.service.reapplying import Lost, Part
+from shapeagent.telemetry.events import EventLog
+
+_AGAIN_S = 0.2  # after something was put back: whether it stays
+
+
+class Counters(Protocol):
+    """Where actions and conflicts are counted."""
+
+    def reconcile_action(self, device: str, action: str) -> None: ...
+
+    def reconcile_conflict(self, device: str, part: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Watched:
+    """One wanted interface."""
+
+    request: AttachRequest
+    condition: str = "new"  # "waiting", "attached", "disputed", "yielded", "failed"
+    text: str = ""  # why, in words
+    retry: Retry = field(default_factory=Retry)
+    disputes: dict[Part, Dispute] = field(default_factory=dict)
+    released: bool = False  # someone detached it on purpose: until an attach or a new config
+
+
+class Reconciler:
+    """Compares wanted with found; `look` is the writer's idle function."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[AttachRequest],
+        events: EventLog,
+        counters: Counters,
+        *,
+        every_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._events = events
+        self._counters = counters
+        self._every_s = every_s
+        self._clock = clock
+        self._watched = {one.device: Watched(one) for one in requests}
+
+    @property
+    def watched(self) -> Mapping[str, Watched]:
+        """The wanted interfaces by name."""
+        return self._watched
+
+    def set_requests(self, requests: Sequence[AttachRequest]) -> None:
+        """Take up a new configuration. What is no longer named is left as it is."""
+        old = self._watched
+        self._watched = {
+            one.device: old[one.device]
+            if one.device in old and old[one.device].request == one
+            else Watched(one)
+            for one in requests
+        }
+
+    def released(self, device: str) -> None:
+        """Note that a person detached an interface: it is not attached again by itself."""
+        if device in self._watched:
+            self._watched[device].released = True
+            self._say(self._watched[device], "released", "detached by a call")
+
+    def claimed(self, device: str) -> None:
+        """Note that a person attached an interface: disputes about it begin anew."""
+        if device in self._watched:
+            one = self._watched[device]
+            one.released = False
+            one.disputes.clear()
+            one.retry.succeeded()
+
+    def look(self) -> float:
+        """Look at everything once and put right what can be; returns when to look again (s)."""
+        next_s = self._every_s
+        self._engine.forget_gone()
+        for one in self._watched.values():
+            if one.released:
+                continue
+            try:
+                next_s = min(next_s, self._look_at(one))
+            except ShapeError as error:
+                next_s = min(next_s, self._failed(one, error))
+            except Exception as error:  # one interface must not keep the others from us
+                wrapped = FailedError("internal", f"{type(error).__name__}: {error}")
+                next_s = min(next_s, self._failed(one, wrapped))
+        return max(0.05, next_s)
+
+    def _look_at(self, one: Watched) -> float:
+        with self._engine.reading() as rtnl:
+            facts = _find(rtnl, one.request.device)
+            attached = None if facts is None else self._engine.opened(rtnl, facts)
+        if facts is not None and attached is not None:
+            try:
+                return self._keep(one, attached, facts)
+            finally:
+                attached.close()
+        waits_for = _waits_for(facts, one.request)
+        if waits_for:
+            self._say(one, "waiting", waits_for)
+            return self._every_s
+        left_s = one.retry.due_s - self._clock()
+        return left_s if left_s > 0 else self._attach(one)
+
+    def _attach(self, one: Watched) -> float:
+        report = self._engine.attach(one.request)
+        one.retry.succeeded()
+        action = "attach" if report.changed else "adopt"
+        self._counters.reconcile_action(one.request.device, action)
+        for text in report.repaired:
+            self._events.add("repaired", one.request.device, text)
+        self._say(one, "attached", report.plan.profile_reason)
+        return _AGAIN_S
+
+    def _keep(self, one: Watched, attached: Attached, facts: DeviceFacts) -> float:
+        """Look at what is attached: numbers that follow the device first, then what is lost."""
+        if self._drifted(attached, facts):
+            done = self._engine.attach(dataclasses.replace(one.request, device=facts.name))
+            for text in done.repaired:
+                self._counters.reconcile_action(one.request.device, "repair")
+                self._events.add("repaired", one.request.device, text)
+            return _AGAIN_S
+        lost = reapplying.find_lost(attached)
+        if not lost:
+            return self._settled(one)
+        return min(self._dispute(one, attached, each) for each in lost)
+
+    def _drifted(self, attached: Attached, facts: DeviceFacts) -> bool:
+        return bool(following.drifts_of(attached.state, facts))
+
+    def _settled(self, one: Watched) -> float:
+        now_s = self._clock()
+        for part, dispute in one.disputes.items():
+            if dispute.settled(now_s):
+                self._events.add(
+                    "dispute-ended", one.request.device, f"our {part.value} stands again"
+                )
+        self._say(one, "attached", "")
+        return self._every_s
+
+    def _dispute(self, one: Watched, attached: Attached, lost: Lost) -> float:
+        device, now_s = one.request.device, self._clock()
+        dispute = one.disputes.setdefault(lost.part, Dispute())
+        if dispute.yielded and not lost.holder:
+            dispute.settled(now_s)  # the other has gone: the place is free
+        choice, due_s = dispute.choose(now_s)
+        if choice is Choice.WAIT:
+            self._say(one, "disputed", str(lost))
+            return due_s - now_s
+        if choice is Choice.YIELD:
+            if self._say(one, "yielded", f"{lost}; left to them after {len(dispute.tries)} tries"):
+                self._counters.reconcile_conflict(device, lost.part.value)
+            return self._every_s
+        dispute.applied(now_s)
+        try:
+            reapplying.put_back(attached, lost)
+        except ConflictError as error:  # someone else's, and not ours to replace
+            dispute.yielded = True
+            self._counters.reconcile_conflict(device, lost.part.value)
+            self._say(one, "yielded", error.message)
+            return self._every_s
+        self._counters.reconcile_action(device, f"put back the {lost.part.value}")
+        self._events.add("put-back", device, str(lost), part=lost.part.value, holder=lost.holder)
+        return _AGAIN_S
+
+    def _failed(self, one: Watched, error: ShapeError) -> float:
+        now_s = self._clock()
+        due_s = one.retry.failed(now_s)
+        words = f"{error.reference}: {error.message}"
+        if self._say(one, "failed", words):
+            self._counters.reconcile_action(one.request.device, "failed")
+        return due_s - now_s
+
+    def _say(self, one: Watched, condition: str, text: str) -> bool:
+        """Note a condition; an event is added and True returned where it is another one."""
+        changed = (one.condition, one.text) != (condition, text) and (
+            one.condition != condition or bool(text)
+        )
+        if changed:
+            self._events.add(condition, one.request.device, text or condition)
+        one.condition, one.text = condition, text
+        return changed
+
+
+def _find(rtnl: Rtnl, device: str) -> DeviceFacts | None:
+    try:
+        return read_device(rtnl, device)
+    except InputError as error:
+        if error.reference == "no-such-device":
+            return None
+        raise
+
+
+def _waits_for(facts: DeviceFacts | None, request: AttachRequest) -> str:
+    """Return what an interface lacks before it can be attached (F34), "" for nothing.
+
+    A rate that is given needs no carrier to be known.
+    """
+    if facts is None:
+        return "the interface does not exist"
+    if request.link_rate_bits_per_s is None and not facts.carrier:
+        return "it has no carrier, so its speed is not known"
+    return ""

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`shapectl agent`: the service that keeps interfaces attached and answers calls."""
+
+from __future__ import annotations
+
+import logging
+
+import click
+
+from shapectl.output import print_json, print_line
+from shapectl.session import ShapeGroup, session_of
+
+_CONFIG_PATH = "/etc/shapectl/agent.toml"
+
+
+@click.group("agent", cls=ShapeGroup)
+def command() -> None:
+    """The agent: keeps what its configuration wants, and answers gRPC."""
+
+
+@command.command("run")
+@click.option(
+    "--config", "config_path", default=_CONFIG_PATH, show_default=True, metavar="FILE",
+    help="The configuration; SIGHUP reads it again.",
+)  # fmt: skip
+@click.option("--log-level", type=click.Choice(("debug", "info", "warning")), default="info")
+@click.pass_context
+def run(ctx: click.Context, config_path: str, log_level: str) -> None:
+    """Run the agent in the foreground, until SIGTERM or Ctrl-C.
+
+    What it attached stays attached when it ends, unless the configuration says
+    on_exit = "rollback".
+    """
+    from shapeagent.service.daemon import Agent, read_config
+
+    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    config = read_config(config_path)
+    Agent(config, config_path=config_path, netns=session_of(ctx).netns).run()
+
+
+@command.command("check")
+@click.argument("config_path", metavar="FILE", default=_CONFIG_PATH)
+@click.pass_context
+def check(ctx: click.Context, config_path: str) -> None:
+    """Check a configuration FILE and list every error in it; nothing is changed."""
+    from shapeagent.service.daemon import read_config
+
+    config = read_config(config_path)
+    devices = [one.device for one in config.interface]
+    if session_of(ctx).json:
+        print_json({"file": config_path, "interfaces": devices})
+        return
+    print_line(f"{config_path} is right: {len(devices)} interfaces ({', '.join(devices)}).")
