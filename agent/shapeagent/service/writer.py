@@ -79,6 +79,16 @@ class Writer:
         began_s = self._began_s
         return 0.0 if began_s is None else time.monotonic() - began_s
 
+    @property
+    def waiting(self) -> int:
+        """How many calls have not begun."""
+        return self._jobs.qsize()
+
+    @property
+    def is_stopping(self) -> bool:
+        """True from `stop` on."""
+        return self._stopping
+
     def run(self, work: Callable[[Engine], _T], *, timeout_s: float) -> _T:
         """Return what `work` returns, called in the writer's thread.
 
