@@ -35,7 +35,7 @@ trust_domain = "fleet.example"
 "spiffe://fleet.example/controller" = "operator"
 
 [audit]
-max_size = "1mib"
+max_size = "1MiB"
 keep = 3
 """
 

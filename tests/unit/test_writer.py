@@ -37,15 +37,16 @@ def raise_input_error(_: Engine) -> None:
 def test_work_is_done_in_order_in_one_other_thread(writer: Make) -> None:
     one = writer()
     seen: list[int] = []
+
+    def note(number: int) -> int:
+        seen.append(number)
+        return threading.get_ident()
+
     with ThreadPoolExecutor(16) as pool:
-        idents = set(
-            pool.map(
-                lambda number: one.run(
-                    lambda _: (seen.append(number), threading.get_ident())[1], timeout_s=10
-                ),
-                range(200),
-            )
-        )
+        calls = [
+            pool.submit(one.run, lambda _, n=number: note(n), timeout_s=10) for number in range(200)
+        ]
+        idents = {call.result(20) for call in calls}
     assert len(idents) == 1, f"got {len(idents)} threads, want one"
     assert idents != {threading.get_ident()}
     assert sorted(seen) == list(range(200))

@@ -156,7 +156,7 @@ class AuditTable(_Table):
     """`[audit]`."""
 
     path: _PathKey = "/var/log/shapectl/audit.jsonl"
-    max_size: Annotated[int, _said(parse_size, "64mib"), _between(1 << 16, 1 << 32, "B")] = 64 << 20
+    max_size: Annotated[int, _said(parse_size, "64MiB"), _between(1 << 16, 1 << 32, "B")] = 64 << 20
     keep: Annotated[int, _between(1, 1_000, "files")] = 8
 
 

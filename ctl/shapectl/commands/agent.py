@@ -15,7 +15,7 @@ _CONFIG_PATH = "/etc/shapectl/agent.toml"
 
 @click.group("agent", cls=ShapeGroup)
 def command() -> None:
-    """The agent: keeps what its configuration wants, and answers gRPC."""
+    """The agent: keeps what its configuration wants; answers gRPC."""
 
 
 @command.command("run")
@@ -23,7 +23,10 @@ def command() -> None:
     "--config", "config_path", default=_CONFIG_PATH, show_default=True, metavar="FILE",
     help="The configuration; SIGHUP reads it again.",
 )  # fmt: skip
-@click.option("--log-level", type=click.Choice(("debug", "info", "warning")), default="info")
+@click.option(
+    "--log-level", type=click.Choice(("debug", "info", "warning")), default="info",
+    show_default=True, help="How much is logged to stderr.",
+)  # fmt: skip
 @click.pass_context
 def run(ctx: click.Context, config_path: str, log_level: str) -> None:
     """Run the agent in the foreground, until SIGTERM or Ctrl-C.
@@ -42,7 +45,7 @@ def run(ctx: click.Context, config_path: str, log_level: str) -> None:
 @click.argument("config_path", metavar="FILE", default=_CONFIG_PATH)
 @click.pass_context
 def check(ctx: click.Context, config_path: str) -> None:
-    """Check a configuration FILE and list every error in it; nothing is changed."""
+    """Check a configuration FILE and list every error in it."""
     from shapeagent.service.daemon import read_config
 
     config = read_config(config_path)
