@@ -60,12 +60,21 @@ def config_text(one: Bench, *interfaces: str, agent: str = "", more: str = "") -
 
 @contextlib.contextmanager
 def running_agent(
-    one: Bench, folder: Path, text: str, *, env: dict[str, str] | None = None
+    one: Bench,
+    folder: Path,
+    text: str,
+    *,
+    env: dict[str, str] | None = None,
+    prefix: tuple[str, ...] = (),
 ) -> Iterator[AgentProcess]:
-    """Give an agent with this configuration; it has ended afterwards, by force if need be."""
+    """Give an agent with this configuration; it has ended afterwards, by force if need be.
+
+    It lives in the namespace, as one in a host's own does.
+    """
     config, log = folder / "agent.toml", folder / "agent.log"
     config.write_text(text)
-    command = [sys.executable, "-m", "shapectl", "--netns", one.netns, "agent", "run"]
+    inside = ("nsenter", f"--net=/run/netns/{one.netns}", *prefix)
+    command = [*inside, sys.executable, "-m", "shapectl", "agent", "run"]
     with log.open("ab") as out:
         child = subprocess.Popen(
             [*command, "--config", str(config), "--log-level", "debug"],

@@ -27,6 +27,7 @@ pytestmark = [
 
 ATTACHED = r"attached: d0"
 PUT_BACK = r"put-back: d0: our tree"
+UNIT_CAPABILITIES = "-all,+bpf,+net_admin,+net_raw,+perfmon"  # packaging/shapectl-agent.service
 
 
 def interface(one: Bench, more: str = "") -> str:
@@ -289,6 +290,24 @@ def test_a_stopped_agent_is_no_danger_and_goes_on(
             agent.child.send_signal(signal.SIGCONT)
         tc("qdisc", "del", "dev", one.device, "root", netns=one.netns)
         wait_until(lambda: root_of(one) == "htb", "it to go on")
+
+
+def test_cap_sys_admin_is_not_needed(bench: Callable[..., Bench], tmp_path: Path) -> None:
+    """As under its systemd unit: what needs that one is found out before, by `agent prepare`."""
+    one = bench()
+    text = config_text(one, interface(one))
+    prefix = ("setpriv", f"--bounding-set={UNIT_CAPABILITIES}")
+    with running_agent(one, tmp_path, text, prefix=prefix) as agent:
+        agent.wait_for(r"failed: d0: needs-root-cli: .*CAP_SYS_ADMIN")
+        ran = shapectl("agent", "prepare", "--config", str(agent.config))
+        assert ran.code == 0, f"got {ran}"
+        agent.wait_for(ATTACHED, timeout_s=MOST_START_S)
+        tc("qdisc", "replace", "dev", one.device, "root", "pfifo", netns=one.netns)
+        agent.wait_for(PUT_BACK)
+        status = Path(f"/proc/{agent.pid}/status").read_text()
+    assert one.status().problems == (), f"got {one.status().problems}, want none"
+    effective = int(status.split("CapEff:")[1].split()[0], 16)
+    assert not effective >> 21 & 1, f"got CapEff {effective:#x}, want no CAP_SYS_ADMIN"
 
 
 def test_nothing_in_the_agent_forks(bench: Callable[..., Bench]) -> None:

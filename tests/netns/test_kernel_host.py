@@ -97,11 +97,11 @@ def test_bad_cpu_list_is_named(tmp_path: Path) -> None:
     ("effective", "want"),
     [
         (0x1FFFFFFFFFF, ()),
-        (0, ("CAP_BPF", "CAP_PERFMON", "CAP_SYS_ADMIN", "CAP_NET_ADMIN")),
+        (0, ("CAP_BPF", "CAP_PERFMON", "CAP_NET_ADMIN")),
         (0x1FFFFFFFFFF & ~(1 << 12), ("CAP_NET_ADMIN",)),
-        (0x1FFFFFFFFFF & ~(1 << 21), ("CAP_SYS_ADMIN",)),
+        (0x1FFFFFFFFFF & ~(1 << 21), ()),
         (1 << 12 | 1 << 21, ()),  # CAP_SYS_ADMIN includes CAP_BPF and CAP_PERFMON
-        (1 << 12 | 1 << 38, ("CAP_BPF", "CAP_SYS_ADMIN")),
+        (1 << 12 | 1 << 38, ("CAP_BPF",)),
     ],
 )
 def test_missing_capabilities_are_named(effective: int, want: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+from shapeagent.kernel import prepared
 from shapeagent.kernel.link import create_scratch
 from shapeagent.kernel.netns import run_in_new_netns
 from shapeagent.kernel.qdisc import fq_has_bands
@@ -70,12 +71,22 @@ _PROBED = {
 _HOOKS = ("ingress", "clsact")
 
 
-def read_kernel_facts() -> KernelFacts:
+def read_kernel_facts(kept: Path | None = None) -> KernelFacts:
     """Return what the running kernel is and can do.
 
-    Raises: PrivilegeError missing-capability.
+    Args:
+        kept: file in which `prepared` kept it, for a process without CAP_SYS_ADMIN.
+    Raises: PrivilegeError missing-capability, needs-root-cli.
     """
-    qdiscs, fq_bands = run_in_new_netns(_probe_here)
+    try:
+        qdiscs, fq_bands = run_in_new_netns(_probe_here)
+    except PrivilegeError:
+        if kept is None:
+            raise
+        found = prepared.read(kept)
+        if found is None:
+            raise prepared.needs_root_cli("Probing the kernel", "shapectl agent prepare") from None
+        return found
     return KernelFacts(
         release=os.uname().release,
         qdiscs=qdiscs,
@@ -169,8 +180,8 @@ def has_whole_uid_map(text: str) -> bool:
 def missing_capabilities(status: str) -> tuple[str, ...]:
     """Return the names of the needed capabilities that a /proc/PID/status text lacks.
 
-    CAP_SYS_ADMIN (to enter namespaces, to mount bpffs) includes CAP_BPF and
-    CAP_PERFMON (capability.h, since 5.8).
+    CAP_SYS_ADMIN includes CAP_BPF and CAP_PERFMON (capability.h, since 5.8). What it alone may do
+    (enter namespaces, mount bpffs, open others' programs) names it where it is needed.
     """
     effective = 0
     for line in status.splitlines():
@@ -184,7 +195,6 @@ def missing_capabilities(status: str) -> tuple[str, ...]:
     if lacks(_CAP_SYS_ADMIN):
         missing += ["CAP_BPF"] if lacks(_CAP_BPF) else []
         missing += ["CAP_PERFMON"] if lacks(_CAP_PERFMON) else []
-        missing.append("CAP_SYS_ADMIN")
     if lacks(_CAP_NET_ADMIN):
         missing.append("CAP_NET_ADMIN")
     return tuple(missing)

@@ -20,7 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from shapeagent.kernel import prepared
 from shapeagent.kernel.monitor import Monitor
+from shapeagent.kernel.probe import ensure_bpffs, read_kernel_facts
 from shapeagent.model.agentschema import AgentConfig, InterfaceTable, load_agent_config
 from shapeagent.model.errors import ShapeError
 from shapeagent.model.reports import AttachRequest
@@ -80,6 +82,20 @@ def attach_request(table: InterfaceTable) -> AttachRequest:
         takeover=table.takeover,
         yes_management=table.yes_management,
     )
+
+
+def prepare(config: AgentConfig) -> Path:
+    """Return the file that holds what the agent, without CAP_SYS_ADMIN, cannot find out itself.
+
+    Raises: PrivilegeError missing-capability; UnsupportedError no-bpffs.
+    Effects: mounts bpffs where it is missing; makes the run folder.
+    """
+    ensure_bpffs()
+    folder = Path(config.agent.run_dir)
+    folder.mkdir(mode=0o711, parents=True, exist_ok=True)
+    path = folder / prepared.NAME
+    prepared.write(path, read_kernel_facts())
+    return path
 
 
 def read_config(path: str) -> AgentConfig:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shapeagent.kernel import filters, link, snapshot, tcx
+from shapeagent.kernel import filters, link, prepared, snapshot, tcx
 from shapeagent.kernel.probe import read_kernel_facts
 from shapeagent.kernel.rtnl import Rtnl
 from shapeagent.kernel.snapshot import DeviceSnapshot
@@ -103,7 +103,7 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
     """
     check_confirm(request.confirm_s)
     device = link.read_device(rtnl, request.device)
-    kernel = read_kernel_facts()
+    kernel = read_kernel_facts(engine.run_dir / prepared.NAME)
     state = following.state_of(engine, rtnl, device)
     rate, rate_source = _link_rate(request, device, state)
     folder = engine.store(engine.key_of(rtnl, device.index)).folder
@@ -132,7 +132,9 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
         if needs_clsact(hook, ingress):
             from shapeagent.kernel.pieces import require_pieces
 
-            require_pieces(ifb=enforcement.ingress_tree is not None)
+            require_pieces(
+                ifb=enforcement.ingress_tree is not None, kept=engine.run_dir / prepared.NAME
+            )
         if not request.yes_management:
             management.refuse_unconfirmed(device.name)
         _refuse_foreign(engine, rtnl, device, enforcement, before, takeover=request.takeover)

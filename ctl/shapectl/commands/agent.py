@@ -41,6 +41,25 @@ def run(ctx: click.Context, config_path: str, log_level: str) -> None:
     Agent(config, config_path=config_path, netns=session_of(ctx).netns).run()
 
 
+@command.command("prepare")
+@click.option("--config", "config_path", default=_CONFIG_PATH, metavar="FILE", help="As of `run`.")
+@click.pass_context
+def prepare(ctx: click.Context, config_path: str) -> None:
+    """Find out what the agent may not, being less privileged.
+
+    Its systemd unit runs this with all rights before the agent: it mounts bpffs
+    where that is missing, and probes the kernel's qdiscs in a namespace of its own.
+    """
+    from shapeagent.service.daemon import prepare as prepare_host
+    from shapeagent.service.daemon import read_config
+
+    path = prepare_host(read_config(config_path))
+    if session_of(ctx).json:
+        print_json({"file": str(path)})
+        return
+    print_line(f"Written: {path}")
+
+
 @command.command("check")
 @click.argument("config_path", metavar="FILE", default=_CONFIG_PATH)
 @click.pass_context
