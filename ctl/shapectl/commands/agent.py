@@ -7,6 +7,7 @@ import logging
 
 import click
 
+from shapectl.commands.agent_certs import certs
 from shapectl.output import print_json, print_line
 from shapectl.session import ShapeGroup, session_of
 
@@ -73,3 +74,6 @@ def check(ctx: click.Context, config_path: str) -> None:
         print_json({"file": config_path, "interfaces": devices})
         return
     print_line(f"{config_path} is right: {len(devices)} interfaces ({', '.join(devices)}).")
+
+
+command.add_command(certs)
