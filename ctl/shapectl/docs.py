@@ -59,6 +59,13 @@ _JSON_ANSWERS = (
         "demo",
         _DEMO_ANSWER,
     ),
+    (
+        "agent certs",
+        (
+            '`{"folder": …, "trust_domain": …, "ca_kept": …, "certificates": [{"name", '
+            '"certificate", "key", "identity", "role", "names", "not_after"}, …], "config": text}`'
+        ),
+    ),
     ("completion", '`{"shell": …, "script": …}`'),
 )
 

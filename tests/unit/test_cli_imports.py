@@ -15,11 +15,15 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).resolve().parents[2]
-_HEAVY = ("bcc", "pyroute2", "rich", "pydantic", "ctypes", "shapeagent.kernel", "shapeagent.lab")
+_HEAVY = (
+    *("bcc", "pyroute2", "rich", "pydantic", "ctypes", "cryptography", "grpc"),
+    *("shapeagent.kernel", "shapeagent.lab"),
+)
 
 HEAVY_FOR_THE_ENGINE = frozenset(
     {
         *("bcc", "pyroute2", "rich", "pydantic", "grpc", "psutil", "prometheus_client"),
+        *("cryptography", "shapeagent.service.identity"),
         *("shutil", "subprocess", "tempfile", "importlib.metadata", "importlib.resources"),
         *(
             "shapeagent.kernel.hostfacts",
@@ -50,6 +54,7 @@ sys.exit(code)
         (["whitelist", "add", "--help"], 0),
         (["explain", "--help"], 0),
         (["demo", "--help"], 0),
+        (["agent", "certs", "--help"], 0),
         (["--version"], 0),
         (["completion", "bash"], 0),
         (["attach"], 2),

@@ -66,7 +66,7 @@ def certs(
     force: bool,
     keep_ca: bool,
 ) -> None:
-    """Make a development CA, and certificates for the agent and its clients.
+    """Make a development CA and certificates for agent and clients.
 
     Keys are ECDSA P-256, readable by you alone. Prints what was made and the
     lines for /etc/shapectl/agent.toml. A running agent takes new files up by
