@@ -151,6 +151,7 @@ class Service:
         self.tls = ServerTls(self.files)
         self.authenticator = PeerAuthenticator(ROLES, self.tls)
         self.handled = 0
+        self.resumed = 0  # of those, on sessions without a handshake of their own
         self.go_on = threading.Semaphore(0)  # one more answer of a watch
         self._server = grpc.server(
             futures.ThreadPoolExecutor(8), handlers=[_Handlers(self)], options=[_NO_REUSE]
@@ -168,6 +169,7 @@ class Service:
     def who(self, context: Any) -> bytes:
         """Return who calls; a refusal ends the call with its reference."""
         self.handled += 1
+        self.resumed += context.auth_context().get("ssl_session_reused") == [b"true"]
         try:
             peer = self.authenticator.authenticate(context)
         except IdentityError as error:
@@ -226,11 +228,15 @@ def replace(path: Path, content: bytes) -> None:
 class Client:
     """One connection to a service."""
 
-    def __init__(self, port: int, root: Issued, client: Issued | None) -> None:
+    def __init__(
+        self, port: int, root: Issued, client: Issued | None, *, sessions: Any = None
+    ) -> None:
         pair = (client.key_pem, client.pem) if client is not None else (None, None)
         credentials = grpc.ssl_channel_credentials(root.pem, *pair)
         # A pool of its own: gRPC shares a connection among channels that look the same.
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
+        if sessions is not None:  # of grpc.experimental.session_cache
+            options.append(("grpc.ssl_session_cache", sessions))
         self._channel = grpc.secure_channel(f"localhost:{port}", credentials, options)
 
     def who(self) -> list[str]:

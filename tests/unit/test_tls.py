@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 from cryptography import x509
+from grpc.experimental import session_cache
 
 from shapeagent.model.errors import InputError
 from shapeagent.service.identity.tls import ServerTls
@@ -341,6 +342,30 @@ def test_a_client_certificate_that_ends_while_its_connection_stands_is_refused(
     assert got is not None, "got every call answered, want the certificate's end to be seen"
     assert got[0] is _UNAUTHENTICATED
     assert got[1].startswith(f"client-certificate-expired {OPERATOR}")
+
+
+def test_a_resumed_session_is_held_to_the_same(service: Service, ca: Issued) -> None:
+    """Resuming skips what the handshake verifies, so a ticket could outlive its certificate."""
+    sessions = session_cache.ssl_session_cache_lru(4)
+    below = make_ca("below", above=ca)
+    staying = issue(below, OBSERVER)
+    for _ in range(2):
+        client = Client(service.port, ca, staying, sessions=sessions)
+        with closing(client):
+            assert client.who()[0] == OBSERVER
+    assert service.resumed == 1, "want the second connection to resume the first"
+    sessions = session_cache.ssl_session_cache_lru(4)
+    ending = issue(ca, OPERATOR, end_s=3)
+    client = Client(service.port, ca, ending, sessions=sessions)
+    with closing(client):
+        assert client.who()[0] == OPERATOR
+    end_unix_s = ending.certificate.not_valid_after_utc.timestamp()
+    wait_until(lambda: time.time() > end_unix_s, "the certificate to end")
+    client = Client(service.port, ca, ending, sessions=sessions)
+    with closing(client):
+        code, reference = refused(client.who)
+    assert (code, reference) == (_UNAUTHENTICATED, "client-certificate-expired")
+    assert service.resumed == 2, "want gRPC's handshake to have let it in"
 
 
 def test_a_ca_that_left_the_bundle_ends_calls_and_streams_of_standing_connections(

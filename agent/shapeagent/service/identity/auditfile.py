@@ -61,12 +61,12 @@ class AuditFile:
         return self._size
 
     def reserve(self, wanted_bytes: int) -> None:
-        """Set aside room for this much after the end, in place of what was asked before.
+        """Set aside room for this much after the end; the most that was asked follows rotations.
 
         Raises: OSError: ENOSPC, EDQUOT, EIO; what was set aside before stays.
         """
         self._set_aside(self._descriptor, wanted_bytes)
-        self._promised = wanted_bytes
+        self._promised = max(self._promised, wanted_bytes)
 
     def write(self, lines: bytes) -> None:
         """Append lines, in a new file where this one is full; durable only after `sync`.

@@ -2,7 +2,8 @@
 """Who calls over TCP, asked anew for each call.
 
 The handshake proves that a client holds the key of a certificate of the bundle
-of that moment, once. A connection can stand for weeks: so each call is held to
+of that moment, once; a session that is resumed is not even asked that. And a
+connection can stand for weeks: so each call is held to
 the clock, the bundle and the table of roles of now. A certificate that ended,
 or whose CA left the bundle, is refused on the next call, and a stream that runs
 when it is asked again; the client then connects anew with a newer one.
