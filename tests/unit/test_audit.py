@@ -112,9 +112,9 @@ def test_64_callers_share_syncs(audit: Audit, log: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "fdatasync", fdatasync)
     with ThreadPoolExecutor(64) as pool:
         first = pool.submit(audit.record, entry("first"))
-        wait_until(lambda: audit._is_writing, "the first caller to wait for the disk")
+        wait_until(lambda: audit._group.is_writing, "the first caller to wait for the disk")
         others = [pool.submit(audit.record, entry(number)) for number in range(63)]
-        wait_until(lambda: len(audit._gathering.lines) == 63, "the others to gather")
+        wait_until(lambda: len(audit._group.gathering.lines) == 63, "the others to gather")
         assert not any(one.done() for one in (first, *others)), "got an answer before the sync"
         gate.set()
         for one in (first, *others):
@@ -385,7 +385,7 @@ def test_after_its_end_nothing_is_written(log: Path) -> None:
     audit = Audit(log)
     audit.close()
     audit.close()
-    for act in (audit.check_writable, lambda: audit.record(entry()), lambda: audit.begin(entry())):
+    for act in (lambda: audit.record(entry()), lambda: audit.begin(entry())):
         with pytest.raises(FailedError):
             act()
 

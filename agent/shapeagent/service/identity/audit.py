@@ -18,12 +18,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from shapeagent.model.errors import FailedError, ShapeError
 from shapeagent.service.identity.auditfile import AuditFile, make_folder
 from shapeagent.service.identity.auditfold import Folding
+from shapeagent.service.identity.auditgroup import GroupCommit
 from shapeagent.service.identity.auditline import (
     INTERRUPTED,
     MOST_LINE_BYTES,
@@ -43,8 +44,6 @@ MOST_FILE_BYTES = 64 << 20
 KEPT_FILES = 8
 _SELF = "shapectl-agent"
 _CLOSE_WAIT_S = 5.0
-# More than the threads of all servers together: each may be between its check and its line.
-_SPARE_LINES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +57,6 @@ class AuditFacts:
     rotations: int
     failures: int  # lines that could not be written, or changes refused for want of room
     error: str | None  # of the last failure, until a line is written again
-
-
-@dataclass(slots=True)
-class _Batch:
-    lines: list[bytes] = field(default_factory=list)
-    done: bool = False
-    error: BaseException | None = None
 
 
 class Ticket:
@@ -112,11 +104,8 @@ class Audit:
         self.path = path
         self._clock = clock
         self._changed = threading.Condition()
-        self._gathering = _Batch()
-        self._is_writing = False
         self._open_lines = 0
-        self._lines = self._syncs = self._failures = self._folded = 0
-        self._error: str | None = None
+        self._folded = 0
         self._closed = False
         self._folding = Folding()
         try:
@@ -135,18 +124,8 @@ class Audit:
                 raise
         except OSError as error:
             raise self._unwritable(error) from error
+        self._group = GroupCommit(self._file, self._changed)
         self._write_owed()
-
-    def check_writable(self) -> None:
-        """Return where lines for all the calls that can be under way have room.
-
-        Raises: FailedError audit-unwritable.
-        """
-        try:
-            with self._changed:
-                self._file.reserve((self._open_lines + _SPARE_LINES) * MOST_LINE_BYTES)
-        except OSError as error:
-            raise self._failed(error) from error
 
     def record(self, entry: Entry) -> None:
         """Return when the entry's line is durable.
@@ -221,16 +200,17 @@ class Audit:
     def facts(self) -> AuditFacts:
         """Return what the log has done since the start."""
         with self._changed:
-            error = self._error
+            group = self._group
+            error = group.error
             if error is None and self._file.rotate_error is not None:
                 error = f"cannot rotate: {self._file.rotate_error}"
             return AuditFacts(
                 size_bytes=self._file.size_bytes,
-                lines=self._lines,
+                lines=group.lines,
                 folded=self._folded,
-                syncs=self._syncs,
+                syncs=group.syncs,
                 rotations=self._file.rotations,
-                failures=self._failures,
+                failures=group.failures,
                 error=error,
             )
 
@@ -251,7 +231,7 @@ class Audit:
             self._file.close()
 
     def _is_idle(self) -> bool:
-        return not self._is_writing and not self._open_lines
+        return not self._group.is_writing and not self._open_lines
 
     def _find_owed(self) -> list[tuple[bytes, int | None]]:
         """Return the lines that a crash left to be written, each with its slot, where it has one.
@@ -337,54 +317,17 @@ class Audit:
 
     def _commit(self, line: bytes, entry: Entry | None) -> None:
         """Return when `line` is durable, together with whatever else gathered meanwhile."""
-        with self._changed:
-            batch = self._gathering
-            batch.lines.append(line)
-            while self._is_writing and not batch.done:
-                self._changed.wait()
-            is_leader = not batch.done
-            if is_leader:
-                self._is_writing = True
-                self._gathering = _Batch()
-        if is_leader:
-            self._write(batch)
-        if batch.error is None:
+        error = self._group.commit(line)
+        if error is None:
             return
         if entry is not None:
             _LOG.critical("audit: a line is not on the disk: %s", line.decode("ascii").rstrip())
-        raise self._unwritable(batch.error) from batch.error
-
-    def _write(self, batch: _Batch) -> None:
-        lines = b"".join(batch.lines)
-        written = False
-        try:
-            with self._changed:
-                self._file.write(lines)
-                written = True
-            self._file.sync()
-        except BaseException as error:
-            batch.error = error
-            if not isinstance(error, OSError):
-                raise
-        finally:
-            with self._changed:
-                if batch.error is None:
-                    self._lines += len(batch.lines)
-                    self._syncs += 1
-                    self._error = None
-                else:
-                    if written:
-                        self._file.undo(len(lines))
-                    self._failures += len(batch.lines)
-                    self._error = str(batch.error)
-                batch.done = True
-                self._is_writing = False
-                self._changed.notify_all()
+        raise self._unwritable(error) from error
 
     def _failed(self, error: OSError) -> FailedError:
         with self._changed:
-            self._failures += 1
-            self._error = str(error)
+            self._group.failures += 1
+            self._group.error = str(error)
         return self._unwritable(error)
 
     def _unwritable(self, error: BaseException) -> FailedError:
