@@ -72,6 +72,8 @@ def test_a_line_break_and_an_escape_write_no_second_line() -> None:
     forged = 'x"}\n{"time": "2026", "who": "root", "result": "ok"}\x1b[2K\x7f\u202e\u2028\x9b'
     line, document = encode(who=forged)
     assert line.count(b"\n") == 1
+    assert line[:-1].isascii()
+    assert line[:-1].decode().isprintable(), f"got {line!r}"
     assert document["who"] == forged
     assert document["result"] == "ok"
     assert document["role"] == "operator"

