@@ -21,7 +21,7 @@ from shapeagent.kernel import compile as compiler
 from shapeagent.kernel.cgroup import CgroupRef
 from shapeagent.kernel.clock import JiffiesClock
 from shapeagent.kernel.datapath import Answer, Control, Datapath
-from shapeagent.kernel.lists import build_tables
+from shapeagent.kernel.listbuild import build_tables
 from shapeagent.kernel.probe import read_jiffy_ns, read_possible_cpus
 from shapeagent.model.codes import Code
 from shapeagent.model.schema import load_policy

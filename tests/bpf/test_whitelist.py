@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shapeagent.kernel import abi, bpf, lists
+from shapeagent.kernel import abi, bpf, listbuild, lists
 from shapeagent.kernel.maps import LIST_KINDS
 from shapeagent.model.codes import Code
 from shapeagent.model.errors import FailedError
@@ -526,7 +526,7 @@ def test_c69_no_packet_loses_its_class_while_lists_are_replaced(rig: Rig) -> Non
         ],
     ]
     numbers = {c.name: c.number for c in rig.policy.classes}
-    tables = [lists.build_tables(entries, numbers, rig.expiry) for entries in variants]
+    tables = [listbuild.build_tables(entries, numbers, rig.expiry) for entries in variants]
     rig.data.replace_lists(tables[0])
     cached4, cached6 = tcp4(1, 2), tcp6(1, 2)
     before = rig.totals()

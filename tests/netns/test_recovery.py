@@ -14,6 +14,7 @@ from enginekit import BULK, MBIT, Bench, entry, send_datagrams, shapectl
 
 from shapeagent.kernel import bpf, kept
 from shapeagent.model.errors import ConflictError
+from shapeagent.service import listfacts
 from shapeagent.service.state import seal, unseal
 
 pytestmark = [
@@ -202,18 +203,40 @@ LINES = (
 )
 
 
-@pytest.mark.parametrize("damage", [empty, nul, cut, changed, missing])
+def last_cut(path: Path) -> None:
+    """A change that was acknowledged is gone, and nothing else."""
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def last_missing(path: Path) -> None:
+    """As `last_cut`, but what is left is whole."""
+    data = path.read_bytes()
+    path.write_bytes(data[: data.rindex(listfacts.MAGIC)])
+
+
+def byte_changed(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.rindex(bytes((203, 0, 113, 9)))] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage", [empty, nul, cut, last_cut, last_missing, byte_changed, missing, folder]
+)
 def test_a_damaged_whitelist_is_read_from_the_kernel(
     bench: Callable[..., Bench], damage: Callable[[Path], None]
 ) -> None:
     one = bench()
     one.attach(profile="police")
-    one.engine.whitelist_replace(one.device, [entry(line) for line in LINES])
+    one.engine.whitelist_replace(one.device, [entry(line) for line in LINES[:-1]])
+    one.engine.whitelist_add(one.device, [entry(LINES[-1])])
     want = one.engine.whitelist_list(one.device)
     assert len(want) == len(LINES), f"got {want}"
-    path = one.engine.run_dir / one.key / "whitelist"
+    before_it = one.status().whitelist_generation
+    path = one.engine.run_dir / one.key / "whitelist.log"
     damage(path)
-    assert any("whitelist" in text for text in one.status().warnings) or damage is changed
+    looks_whole = damage in (byte_changed, last_missing)  # `status` reads the last record's end
+    assert any("whitelist" in text for text in one.status().warnings) or looks_whole
     got = one.engine.whitelist_list(one.device)
     same = {(row.match, row.source, row.destination, row.traffic_class) for row in want}
     found = {(row.match, row.source, row.destination, row.traffic_class) for row in got}
@@ -226,7 +249,9 @@ def test_a_damaged_whitelist_is_read_from_the_kernel(
         if row.expires_unix_s is not None and before.expires_unix_s is not None:
             off_s = abs(row.expires_unix_s - before.expires_unix_s)
             assert off_s < 2, f"got an expiry off by {off_s} s"
-    if damage in (cut, changed):
+    assert one.status().whitelist_generation > before_it, "got a generation that was there before"
+    assert any("whitelist was damaged" in text for text in one.status().warnings)
+    if damage in (last_cut, last_missing, byte_changed):
         assert any(row.owner == "ops" for row in got), f"got {got}, want what lines still say"
     one.engine.whitelist_add(one.device, [entry("192.0.2.77 class=bulk")])
     assert len(one.engine.whitelist_list(one.device)) == len(LINES) + 1
@@ -240,7 +265,7 @@ def test_many_prefixes_are_read_from_their_hash(bench: Callable[..., Bench]) -> 
     one.engine.whitelist_replace(one.device, [entry(line) for line in lines])
     want = {row.destination for row in one.engine.whitelist_list(one.device)}
     assert (one.pins / "nets4").exists()
-    nul(one.engine.run_dir / one.key / "whitelist")
+    nul(one.engine.run_dir / one.key / "whitelist.log")
     got = {row.destination for row in one.engine.whitelist_list(one.device)}
     assert got == want, f"got {len(got)} prefixes, want {len(want)}"
 

@@ -30,7 +30,7 @@ from perflib import (
     tail_call_to,
 )
 
-from shapeagent.kernel import bpf, lists
+from shapeagent.kernel import bpf, listbuild
 from shapeagent.kernel.compile import load_image
 from shapeagent.kernel.datapath import Datapath
 from shapeagent.model.types import WhitelistEntry
@@ -178,7 +178,7 @@ def whitelist_updates(options: Options) -> Sequence[Result]:
 
 
 def _replace(bench: Bench, entries: Sequence[WhitelistEntry]) -> None:
-    tables = lists.build_tables(entries, bench.numbers, lambda _when: 0)
+    tables = listbuild.build_tables(entries, bench.numbers, lambda _when: 0)
     bench.datapath.replace_lists(tables)
 
 

@@ -64,6 +64,30 @@ class Control:
             | (self.epoch & _EPOCH_MASK) << abi.SHP_EPOCH_SHIFT
         )
 
+    @property
+    def lists_mark(self) -> int:
+        """What tells one state of the lists from the next: which half, generation and epoch."""
+        mark = self.active_lists | (self.lists_generation & _LISTS_MASK) << 1
+        return mark | (self.epoch & _EPOCH_MASK) << 1 + abi.SHP_LISTS_BITS
+
+    def after_replacing(self, flags: int) -> Control:
+        """Return the control word that puts the lists of the idle half in force."""
+        return dataclasses.replace(
+            self,
+            active_lists=1 - self.active_lists,
+            list_flags=flags,
+            lists_generation=self.lists_generation + 1,
+        )
+
+    def after_changing(self, *, is_prefix: bool, flags: int = 0) -> Control:
+        """Return the control word after a change in place: of a prefix, or of an exact entry."""
+        return dataclasses.replace(
+            self,
+            list_flags=self.list_flags | flags,
+            lists_generation=self.lists_generation + is_prefix,
+            epoch=self.epoch + (not is_prefix),
+        )
+
     @classmethod
     def from_word(cls, word: int) -> Control:
         """Take a control word apart."""
@@ -222,7 +246,7 @@ class Datapath:
         """Put another whitelist in force: old or new for each packet, never a mix."""
         control = self.read_control()
         half = 1 - control.active_lists
-        filled = [key for key, table in tables.tables.items() if table]
+        filled = [key for key, part in tables.tables.items() if part.entries]
         # what a process that died in the middle may have left in the idle half
         lists.clear_half(self.maps, lists.filled_slots(self.maps, half), half)
         try:
@@ -230,14 +254,7 @@ class Datapath:
         except BaseException:
             lists.clear_half(self.maps, filled, half)
             raise
-        self.write_control(
-            dataclasses.replace(
-                control,
-                active_lists=half,
-                list_flags=tables.flags,
-                lists_generation=control.lists_generation + 1,
-            )
-        )
+        self.write_control(control.after_replacing(tables.flags))
         old = lists.kinds_in(control.list_flags)
         if old:
             # a program that has read the old word may still be on its way to the old lists
@@ -254,25 +271,20 @@ class Datapath:
         flags, is_prefix = lists.add_in_place(
             self.maps, entry, control.active_lists, control.list_flags, number, expires_jiffies
         )
-        self._bump(control, is_prefix, flags)
+        self.write_control(control.after_changing(is_prefix=is_prefix, flags=flags))
 
     def remove_entry(self, entry: WhitelistEntry) -> None:
         """Remove one entry in place."""
-        control = self.read_control()
-        is_prefix = lists.remove_in_place(
-            self.maps, entry, control.active_lists, control.list_flags
-        )
-        self._bump(control, is_prefix, 0)
+        self.remove_entries((entry,))
 
-    def _bump(self, control: Control, is_prefix: bool, flags: int) -> None:
-        self.write_control(
-            dataclasses.replace(
-                control,
-                list_flags=control.list_flags | flags,
-                lists_generation=control.lists_generation + is_prefix,
-                epoch=control.epoch + (not is_prefix),
-            )
-        )
+    def remove_entries(self, entries: Iterable[WhitelistEntry]) -> None:
+        """Remove entries in place, one after another: only what nobody must see go at once."""
+        control = self.read_control()
+        found = [
+            lists.remove_in_place(self.maps, entry, control.active_lists, control.list_flags)
+            for entry in entries
+        ]
+        self.write_control(control.after_changing(is_prefix=any(found)))
 
     # --- counters
 

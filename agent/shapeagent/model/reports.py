@@ -198,6 +198,7 @@ class WhitelistChange:
     generation: int
     notices: tuple[str, ...]  # "192.0.2.67/24 has host bits: stored as 192.0.2.0/24"
     warnings: tuple[str, ...]  # "rule ssh decides first for ..."
+    changed: int = 0  # there before, now with another class, owner, reason or expiry
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +210,26 @@ class WhitelistRow:
     owner: str
     reason: str
     expires_unix_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WhitelistPage:
+    """Some entries in the order of the list. `after` asks for the next page, None: the last."""
+
+    rows: tuple[WhitelistRow, ...]
+    after: str | None
+    total: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WhitelistExpiry:
+    """What ran out of time and was removed; of many the first `rows` are named."""
+
+    removed: int
+    rows: tuple[WhitelistRow, ...]
+    total: int
+    next_unix_s: float | None  # when the next entry ends
 
 
 class Severity(StrEnum):

@@ -164,6 +164,65 @@ class WhitelistEntry:
     expires_unix_s: float | None = None
 
 
+class EntryKind(StrEnum):
+    """What the packed keys of a batch are.
+
+    Hosts are addresses, prefixes a length byte and the address, pairs source and destination;
+    addresses in network order, 4 or 16 bytes.
+    """
+
+    HOSTS4 = "hosts4"
+    HOSTS6 = "hosts6"
+    PREFIXES4 = "prefixes4"
+    PREFIXES6 = "prefixes6"
+    PAIRS4 = "pairs4"
+    PAIRS6 = "pairs6"
+
+    @property
+    def address_bytes(self) -> int:
+        """How long one address is."""
+        return 4 if self.value[-1] == "4" else 16
+
+    @property
+    def key_bytes(self) -> int:
+        """How long one key is."""
+        if self.is_prefix:
+            return 1 + self.address_bytes
+        return 2 * self.address_bytes if self.is_pair else self.address_bytes
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether the keys are prefixes."""
+        return self in (EntryKind.PREFIXES4, EntryKind.PREFIXES6)
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether the keys are pairs."""
+        return self in (EntryKind.PAIRS4, EntryKind.PAIRS6)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Many whitelist entries that have all but their addresses in common.
+
+    keys: N × `kind.key_bytes`, laid end to end. Where entries are removed, only match, kind and
+    keys matter.
+    """
+
+    match: Match
+    kind: EntryKind
+    keys: bytes
+    traffic_class: str = ""
+    owner: str = ""
+    reason: str = ""
+    expires_unix_s: float | None = None
+
+    @property
+    def count(self) -> int:
+        """How many keys there are."""
+        return len(self.keys) // self.kind.key_bytes
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
     """What the kernel says about a network device."""

@@ -184,6 +184,7 @@ def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
         reaches = _reaches(attached)
         problems += [str(one) for one in reaches if one.is_hidden and one.ahead]
     pending = read_pending(attached.store)
+    entries, generation = attached.store.whitelist_facts(state)
     return InterfaceStatus(
         device=where.facts.name if where.facts else state.device,
         index=state.index,
@@ -199,8 +200,8 @@ def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
         attached_unix_s=state.attached_unix_s,
         programs=programs,
         verified_instructions=dict(state.verified),
-        whitelist_entries=state.whitelist_entries,
-        whitelist_generation=state.whitelist_generation,
+        whitelist_entries=entries,
+        whitelist_generation=generation,
         classes=tuple(rows),
         reasons=reasons,
         problems=tuple(problems),

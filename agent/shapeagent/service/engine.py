@@ -11,8 +11,9 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shapeagent.kernel import abi, maps, qdisc
 from shapeagent.kernel import netns as namespaces
@@ -33,17 +34,8 @@ from shapeagent.model.reports import (
     Explanation,
     InterfaceStatus,
     ResidueReport,
-    WhitelistChange,
-    WhitelistRow,
 )
-from shapeagent.model.types import (
-    DeviceFacts,
-    Direction,
-    Policy,
-    Profile,
-    TreePlan,
-    WhitelistEntry,
-)
+from shapeagent.model.types import DeviceFacts, Direction, Policy, Profile, TreePlan
 from shapeagent.policy.meters import least_paced_rate
 from shapeagent.policy.plan import class_rate_change, twin_minor, with_changes
 from shapeagent.service import describing, following, recovering
@@ -59,6 +51,10 @@ from shapeagent.service.state import (
     list_states,
     locked,
 )
+from shapeagent.service.whitelistcalls import WhitelistCalls, WhitelistSession
+
+if TYPE_CHECKING:
+    from shapeagent.service.whitelisting import Whitelist
 
 BPFFS_DIR = Path("/sys/fs/bpf/shapectl")
 
@@ -97,6 +93,16 @@ class Attached:
         self._trees: dict[Direction, TreePlan | None] = {}
         self.stamp = _stamp(store)  # of the state that this is
         self.is_kept = False  # by an engine that keeps it open
+        self._whitelist: Whitelist | None = None
+
+    @property
+    def whitelist(self) -> Whitelist:
+        """The whitelist, read when it is first asked for; what a kill left half done is ended."""
+        if self._whitelist is None:
+            from shapeagent.service.whitelisting import Whitelist
+
+            self._whitelist = Whitelist(self)
+        return self._whitelist
 
     @property
     def enforcement(self) -> Enforcement:
@@ -120,11 +126,9 @@ class Attached:
         self.state, self.stamp = state, _stamp(self.store)
 
     @contextlib.contextmanager
-    def saving(
-        self, state: AttachState, whitelist: str | None = None, *, lasting: bool = True
-    ) -> Iterator[None]:
+    def saving(self, state: AttachState, *, lasting: bool = True) -> Iterator[None]:
         """Change the kernel in the body; the new state is in force where that did not fail."""
-        with self.store.writing(state, whitelist, lasting=lasting):
+        with self.store.writing(state, lasting=lasting):
             yield
         self.state, self.stamp = state, _stamp(self.store)
 
@@ -134,16 +138,16 @@ class Attached:
 
     def close(self, *, for_good: bool = False) -> None:
         """Close every descriptor, unless the engine keeps it open for the next call."""
-        if for_good or not self.is_kept:
-            self.maps.close()
-            self.clock.close()
+        if self.is_kept and not for_good:
+            return
+        if self._whitelist is not None:
+            self._whitelist.close()
+        self.maps.close()
+        self.clock.close()
 
 
-class Session:
+class Session(WhitelistSession):
     """Changes of one attachment while its lock is held; made by `Engine.session`."""
-
-    def __init__(self, attached: Attached) -> None:
-        self._attached = attached
 
     def set_ceiling(
         self,
@@ -173,7 +177,7 @@ def _as_attached(policy: Policy, state: AttachState) -> Policy:
     )
 
 
-class Engine:
+class Engine(WhitelistCalls):
     """Attach, change, explain and detach the interfaces of one network namespace."""
 
     def __init__(
@@ -426,10 +430,11 @@ class Engine:
 
     @contextlib.contextmanager
     def session(self, device: str) -> Iterator[Session]:
-        """Hold the lock and keep one attachment open, for many changes of ceilings.
+        """Hold the lock and keep one attachment open, for many changes.
 
         A controller opens one: a change then costs a fifth of `class_set`,
-        which opens everything, changes once and closes it again.
+        which opens everything, changes once and closes it again. The whitelist
+        stays in memory meanwhile.
         """
         require_privileges()
         with self._changing_kernel() as rtnl:
@@ -440,91 +445,23 @@ class Engine:
             finally:
                 attached.close()
 
-    # --- whitelist
-
-    def whitelist_add(
-        self, device: str, entries: Sequence[WhitelistEntry], *, yes_everything: bool = False
-    ) -> WhitelistChange:
-        """Add entries; one that is there already with another class is changed.
-
-        Raises:
-            InputError: "no-such-class", "whitelist-everything".
-            FailedError: "map-full"; the old list stays in use.
-        """
-
-        from shapeagent.policy.whitelist import warn_deciding_first
-        from shapeagent.service import whitelisting
-
-        def change(attached: Attached) -> WhitelistChange:
-            done = whitelisting.add(attached, entries, yes_everything=yes_everything)
-            return dataclasses.replace(done, warnings=warn_deciding_first(attached.policy, entries))
-
-        return self._changing(device, change)
-
-    def whitelist_import(
-        self, device: str, entries: Sequence[WhitelistEntry], *, yes_everything: bool = False
-    ) -> WhitelistChange:
-        """Add many entries at once: readers see none of them or all."""
-        return self.whitelist_add(device, entries, yes_everything=yes_everything)
-
-    def whitelist_remove(self, device: str, entries: Sequence[WhitelistEntry]) -> WhitelistChange:
-        """Remove entries by address and match; class, owner and reason do not matter."""
-        from shapeagent.service import whitelisting
-
-        return self._changing(device, lambda attached: whitelisting.remove(attached, entries))
-
-    def whitelist_replace(
-        self,
-        device: str,
-        entries: Sequence[WhitelistEntry],
-        *,
-        yes_everything: bool = False,
-        expected_generation: int | None = None,
-    ) -> WhitelistChange:
-        """Replace the whole whitelist: readers see the old one or the new.
-
-        Raises:
-            ConflictError: "generation-differs" where someone changed it meanwhile.
-        """
-        from shapeagent.service import whitelisting
-
-        return self._changing(
-            device,
-            lambda attached: whitelisting.replace(
-                attached,
-                entries,
-                yes_everything=yes_everything,
-                expected_generation=expected_generation,
-            ),
-        )
-
-    def whitelist_list(self, device: str) -> tuple[WhitelistRow, ...]:
-        """Return the entries that have not expired."""
-        from shapeagent.service import whitelisting
-
-        require_privileges()
-        with self.reading() as rtnl:
-            key = next(iter(self._keys(rtnl, device)), None)
-            if key is None:
-                raise _not_attached(device)
-            store = self.store(key)
-            with contextlib.suppress(FailedError):  # it is damaged
-                if not store.lacks_whitelist(store.read()):
-                    return whitelisting.rows(store)
-        self._changing(device, whitelisting.unchanged)
-        return whitelisting.rows(self.store(key))
-
-    def _changing(
-        self, device: str, change: Callable[[Attached], WhitelistChange]
-    ) -> WhitelistChange:
+    @contextlib.contextmanager
+    def _whitelisting(self, device: str) -> Iterator[Session]:
         require_privileges()
         with self._changing_kernel() as rtnl:
             attached = self._open(rtnl, device, repair=True)
             try:
-                recovering.repair_whitelist(self, attached)
-                return change(attached)
+                yield Session(attached)
             finally:
                 attached.close()
+
+    def _store_of(self, device: str) -> StateDir:
+        require_privileges()
+        with self.reading() as rtnl:
+            key = next(iter(self._keys(rtnl, device)), None)
+        if key is None:
+            raise _not_attached(device)
+        return self.store(key)
 
     @contextlib.contextmanager
     def _changing_kernel(self) -> Iterator[Rtnl]:

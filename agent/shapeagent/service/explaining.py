@@ -16,11 +16,12 @@ from shapeagent.kernel.datapath import Answer
 from shapeagent.model.codes import Code
 from shapeagent.model.errors import FailedError, InputError
 from shapeagent.model.reports import ExplainRequest, Explanation
-from shapeagent.model.types import Direction, Match, RuleKind, WhitelistEntry
+from shapeagent.model.types import Direction, EntryKind, Match, RuleKind
+from shapeagent.policy.entrytable import EntryTable
 from shapeagent.policy.whitelist import format_prefix
 from shapeagent.service.describing import ceiling_in_force, priority_text
 from shapeagent.service.frames import build_frame, read_capture
-from shapeagent.service.whitelisting import read_entries
+from shapeagent.service.liststore import read_table
 
 if TYPE_CHECKING:
     from shapeagent.service.engine import Attached
@@ -43,15 +44,15 @@ def explain(
         raise InputError(
             "bad-direction", f"{text!r} is no direction.", hint="egress or ingress"
         ) from error
-    entries = list(read_entries(attached.store).values())
+    table, _ = read_table(attached.store)
     fd = bpf.get_pinned(str(attached.pins / _PROGRAMS[direction]))
     try:
         if request is not None:
             frame = build_frame(request)
-            yield _one(attached, fd, frame, direction, entries, request.mark)
+            yield _one(attached, fd, frame, direction, table, request.mark)
         elif path is not None:
             for frame in read_capture(path):
-                yield _one(attached, fd, frame, direction, entries, 0)
+                yield _one(attached, fd, frame, direction, table, 0)
     finally:
         os.close(fd)
 
@@ -61,7 +62,7 @@ def _one(
     fd: int,
     frame: bytes,
     direction: Direction,
-    entries: list[WhitelistEntry],
+    table: EntryTable,
     mark: int,
 ) -> Explanation:
     try:
@@ -74,7 +75,7 @@ def _one(
             f"The kernel does not run a program on a frame of {len(frame)} bytes: "
             f"{error.strerror}.",
         ) from error
-    return _in_words(attached, answer, frame, direction, entries)
+    return _in_words(attached, answer, frame, direction, table)
 
 
 def _in_words(
@@ -82,7 +83,7 @@ def _in_words(
     answer: Answer,
     frame: bytes,
     direction: Direction,
-    entries: list[WhitelistEntry],
+    table: EntryTable,
 ) -> Explanation:
     code = Code(answer.code)
     name = attached.policy.classes[answer.class_number].name
@@ -101,7 +102,7 @@ def _in_words(
         traffic_class=name,
         reason=code.label,
         rule=rule.name if rule is not None else None,
-        prefix=_deciding_entry(code, answer.ref, frame, direction, entries),
+        prefix=_deciding_entry(code, answer.ref, frame, direction, table),
         priority=answer.priority if writes else 0,
         priority_text=priority_text(answer.priority) if writes else "none",
         mark=answer.mark,
@@ -128,7 +129,7 @@ def _deciding_entry(
     ref: int,
     frame: bytes,
     direction: Direction,
-    entries: list[WhitelistEntry],
+    table: EntryTable,
 ) -> str | None:
     """Return the whitelist entry that the program's answer points to."""
     ends = _ends(frame)
@@ -148,20 +149,19 @@ def _deciding_entry(
         (remote, (Match.DESTINATION, Match.EITHER)),
         (local, (Match.SOURCE, Match.EITHER)),
     ):
-        for entry in entries:
-            end = entry.destination or entry.source
-            if entry.match in matches and end and end[1] == ref and covers(end, address):
-                return format_prefix(end)
+        end = network_of(address, ref)
+        kind = EntryKind.PREFIXES4 if len(address) == 4 else EntryKind.PREFIXES6
+        key = bytes((ref,)) + end[0]
+        if any(table.get((match, kind), key) is not None for match in matches):
+            return format_prefix(end)
     return None
 
 
-def covers(prefix: tuple[bytes, int], address: bytes) -> bool:
-    """Return whether an address lies in a prefix of its own family."""
-    packed, bits = prefix
-    if len(packed) != len(address):
-        return False
-    shift = 8 * len(packed) - bits
-    return int.from_bytes(packed, "big") >> shift == int.from_bytes(address, "big") >> shift
+def network_of(address: bytes, bits: int) -> tuple[bytes, int]:
+    """Return the prefix of so many bits that an address lies in."""
+    shift = 8 * len(address) - bits
+    network = int.from_bytes(address, "big") >> shift << shift
+    return network.to_bytes(len(address), "big"), bits
 
 
 def describe_frame(frame: bytes) -> str:

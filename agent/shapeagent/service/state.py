@@ -30,6 +30,7 @@ from shapeagent.kernel import kept
 from shapeagent.kernel.snapshot import DeviceSnapshot
 from shapeagent.model.errors import ConflictError, FailedError, PrivilegeError
 from shapeagent.model.types import DeviceFacts, GsoLimits, Hook, KernelFacts
+from shapeagent.service import listfacts
 
 _T = TypeVar("_T")
 
@@ -92,7 +93,7 @@ class AttachState:
     spare_ids: tuple[int, ...] = ()  # programs that a swap which did not end may have put there
     verified: dict[str, int] = field(default_factory=dict)
     ceilings: dict[str, dict[str, CeilingState]] = field(default_factory=dict)
-    whitelist_entries: int = 0
+    whitelist_entries: int = 0  # at the last swap of the lists; `StateDir.whitelist_facts` knows
     whitelist_generation: int = 0
     missing_cgroups: tuple[str, ...] = ()
     device_identity: int = 0  # kernel/identity.py; 0 = not known
@@ -192,7 +193,7 @@ class Staged:
         self._temporary = store.folder / f".{name}.{os.getpid()}"
         try:
             store.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _write_down(self._temporary, self._data, lasting=lasting)
+            write_down(self._temporary, self._data, lasting=lasting)
         except OSError as error:
             self.drop()
             raise unwritable(store.folder / name, error) from error
@@ -221,7 +222,7 @@ def unwritable(path: Path, error: OSError) -> FailedError:
     )
 
 
-def _write_down(path: Path, data: bytes, *, lasting: bool) -> None:
+def write_down(path: Path, data: bytes, *, lasting: bool) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         left = memoryview(data)
@@ -233,7 +234,7 @@ def _write_down(path: Path, data: bytes, *, lasting: bool) -> None:
         os.close(descriptor)
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -242,7 +243,7 @@ def _sync(path: Path) -> None:
 
 
 class StateDir:
-    """The folder of one interface: `state.json`, `policy.toml`, `whitelist`, and the way back.
+    """The folder of one interface: `state.json`, `policy.toml`, `whitelist.log`, and the way back.
 
     That is `snapshot.json`, what stood on the device before, and `undo`, the
     same as lines of `tc` and `ip`. All of them 0600. `keptpolicy` keeps the policy
@@ -273,38 +274,29 @@ class StateDir:
         self._sync_folder()
 
     @contextlib.contextmanager
-    def writing(
-        self, state: AttachState, whitelist: str | None = None, *, lasting: bool = True
-    ) -> Iterator[None]:
+    def writing(self, state: AttachState, *, lasting: bool = True) -> Iterator[None]:
         """Do a change in the body, with what says so written before and in place after it.
 
         A full disk is so noticed before the kernel is changed. An error in the
-        body leaves the files as they were.
+        body leaves the file as it was.
 
         Args:
-            whitelist: its new text, where that changes too.
             lasting: see `Staged`.
         """
-        staged: list[Staged] = []
+        staged = Staged(self, "state.json", seal(state.to_json()), lasting=lasting)
         try:
-            if whitelist is not None:
-                staged.append(Staged(self, "whitelist", seal_list(whitelist)))
-            text = seal(state.to_json())
-            staged.append(Staged(self, "state.json", text, lasting=lasting))
             yield
         except BaseException:
-            for one in staged:
-                one.drop()
+            staged.drop()
             raise
-        for one in staged:
-            one.commit()
+        staged.commit()
         if lasting:
             self._sync_folder()
 
     def sync(self) -> None:
         """Make the state outlast a crash of the machine. Raises: FailedError state-unwritable."""
         try:
-            _sync(self.folder / "state.json")
+            sync_path(self.folder / "state.json")
         except FileNotFoundError:
             return
         except OSError as error:
@@ -314,7 +306,7 @@ class StateDir:
     def _sync_folder(self) -> None:
         """Make renames last: without it a crash may leave the old name, or an empty file (C44)."""
         try:
-            _sync(self.folder)
+            sync_path(self.folder)
         except OSError as error:
             raise unwritable(self.folder, error) from error
 
@@ -335,26 +327,31 @@ class StateDir:
         """Keep the policy in force."""
         self._write("policy.toml", text)
 
-    def read_whitelist(self) -> str:
-        """Return the whitelist as text, empty where there is none.
+    @property
+    def whitelist_path(self) -> Path:
+        """The log of the whitelist."""
+        return self.folder / listfacts.FILE_NAME
 
-        Raises: FailedError state-damaged.
+    def whitelist_facts(self, state: AttachState) -> tuple[int, int]:
+        """Return how many entries the whitelist has, and its generation.
+
+        The log knows; the state is behind it by what changed in place since the last swap.
         """
-        return (
-            self._load("whitelist", unseal_list, "the next change of the whitelist reads it from "
-                       "the kernel") or ""
-        )  # fmt: skip
-
-    def salvage_whitelist(self) -> bytes:
-        """Return what is left of a whitelist that is damaged."""
         try:
-            return (self.folder / "whitelist").read_bytes()
-        except OSError:
-            return b""
+            found = listfacts.read_facts(self.whitelist_path)
+        except (OSError, ValueError):
+            return state.whitelist_entries, state.whitelist_generation
+        return found.entries, found.generation
 
-    def write_whitelist(self, text: str) -> None:
-        """Replace the whitelist's text as a whole."""
-        self._write("whitelist", seal_list(text))
+    @property
+    def old_whitelist_path(self) -> Path:
+        """The text in which earlier versions kept the whitelist; the next change takes it over."""
+        return self.folder / "whitelist"
+
+    def read_old_whitelist(self) -> str | None:
+        """Return that text, None where there is none. Raises: FailedError state-damaged."""
+        hint = "the next change of the whitelist reads it from the kernel"
+        return self._load(self.old_whitelist_path.name, unseal_list, hint)
 
     def read_confirm(self) -> dict[str, Any] | None:
         """Return the note of an attach that waits for its confirmation, None where none does.
@@ -460,22 +457,30 @@ class StateDir:
             except ValueError as error:
                 found[name] = str(error)
         if self.lacks_whitelist(state):
-            found["whitelist"] = "it is cut or missing"
+            found[listfacts.FILE_NAME] = "it is cut or missing"
         return found
 
     def lacks_whitelist(self, state: AttachState | None) -> bool:
-        """Return whether the whitelist is missing or cut; its sum is compared when it is read."""
+        """Return whether the whitelist is missing or cut; its sums are compared when it is read."""
         if state is None:
             return False
         try:
-            with (self.folder / "whitelist").open("rb") as stream:
+            listfacts.read_facts(self.whitelist_path)
+        except FileNotFoundError:
+            return bool(state.whitelist_generation) and not self._has_old_whitelist()
+        except (OSError, ValueError):
+            return True
+        return False
+
+    def _has_old_whitelist(self) -> bool:
+        """Return whether the text of an earlier version is there and not cut."""
+        try:
+            with self.old_whitelist_path.open("rb") as stream:
                 size = stream.seek(0, os.SEEK_END)
                 stream.seek(max(0, size - len(_LIST_SEAL) - 9))
-                return not stream.read().startswith(_LIST_SEAL.encode())
-        except FileNotFoundError:
-            return bool(state.whitelist_entries)
+                return stream.read().startswith(_LIST_SEAL.encode())
         except OSError:
-            return True
+            return False
 
     def restore_kept(self, name: str) -> bool:
         """Return whether a damaged file was put aside, with the kernel's copy in its place.
@@ -587,13 +592,8 @@ def _checked(parse: Callable[[str], object]) -> Callable[[str], object]:
     return lambda text: unseal(text) if text.startswith(_SEAL) else parse(text)
 
 
-def seal_list(text: str) -> str:
-    """Return a whitelist's text with its checksum as the last line."""
-    return f"{text}{_LIST_SEAL}{zlib.crc32(text.encode()):08x}\n"
-
-
 def unseal_list(text: str) -> str:
-    """Return the text above the last line. Raises: ValueError where they disagree."""
+    """Return a list's text above its last line, the checksum. Raises: ValueError."""
     above, mark, checksum = text.rpartition(_LIST_SEAL)
     if not mark or checksum != f"{zlib.crc32(above.encode()):08x}\n":
         raise ValueError("it is cut or changed")

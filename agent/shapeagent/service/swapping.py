@@ -124,11 +124,9 @@ def _prepare(attached: Attached, state: AttachState, pins: Path, *, same: bool) 
         rewrite(datapath, policy, state)
         return
     fill(datapath, policy, state, float(state.request.get("ingress_lease_s", 0)))
-    from shapeagent.service import whitelisting
+    from shapeagent.service import liststore
 
-    entries = whitelisting.read_entries(attached.store)
-    if entries:
-        whitelisting.put_in_force(attached, entries.values())
+    liststore.fill_new_maps(attached)
     for name in _COPIED:
         _copy_counters(pins, name, attached.maps[name], state.kernel.possible_cpus)
 
