@@ -57,6 +57,8 @@ def detach(
             notes.append(error.message)
         if unless_confirmed is None:  # else that is who calls
             confirming.disarm(store)
+        if unless_confirmed is None:
+            store.forget_whitelist()
         store.remove()
     return DetachReport(device, engine.netns, not dry_run, tuple(steps), tuple(notes))
 

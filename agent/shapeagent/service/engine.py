@@ -188,13 +188,16 @@ class Engine(WhitelistCalls):
         warn: Callable[[str], None] | None = None,
         run_dir: Path = RUN_DIR,
         bpffs_dir: Path = BPFFS_DIR,
+        lists_dir: Path | None = None,
         holds_lock: bool = False,
     ) -> None:
+        """Args: lists_dir: where whitelists outlast a reboot (`listplace`); None: they do not."""
         self.netns = netns
         self.progress = progress or (lambda _: None)
         self.warn = warn or (lambda _: None)  # what an administrator must hear of
         self.run_dir = run_dir
         self.bpffs_dir = bpffs_dir
+        self.lists_dir = lists_dir
         self._holds_lock = holds_lock  # the agent does, for its life, and has one writer
         self._rtnl: Rtnl | None = None
         self._kept: dict[str, Attached] = {}

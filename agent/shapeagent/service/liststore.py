@@ -24,7 +24,7 @@ from shapeagent.policy.entrytable import EntryTable, Group
 from shapeagent.policy.whitelist import LineDefaults, parse_list
 from shapeagent.service import whitelistlog
 from shapeagent.service.listfacts import LAYOUT
-from shapeagent.service.state import StateDir
+from shapeagent.service.state import StateDir, put_aside
 from shapeagent.service.whitelistlog import Loaded, Marks, WhitelistLog, record_all, record_mark
 
 if TYPE_CHECKING:
@@ -236,8 +236,7 @@ def _created(
     attached: Attached, record: bytes, table: EntryTable, generation: int, marks: Marks
 ) -> Loaded:
     path = attached.store.whitelist_path
-    aside = functools.partial(attached.store.quarantine, path.name)
-    WhitelistLog.create(path, record, aside).close()
+    WhitelistLog.create(path, record, functools.partial(put_aside, path)).close()
     return Loaded(table, generation, marks, len(LAYOUT) + len(record), len(record))
 
 

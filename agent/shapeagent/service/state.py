@@ -328,9 +328,19 @@ class StateDir:
         self._write("policy.toml", text)
 
     @property
-    def whitelist_path(self) -> Path:
-        """The log of the whitelist."""
+    def whitelist_link(self) -> Path:
+        """The log of the whitelist, or a link to where an agent keeps it over a reboot."""
         return self.folder / listfacts.FILE_NAME
+
+    @property
+    def whitelist_path(self) -> Path:
+        """The log of the whitelist itself."""
+        return Path(os.path.realpath(self.whitelist_link))
+
+    def forget_whitelist(self) -> None:
+        """Remove a log that is kept over a reboot; the other goes with the folder."""
+        if self.whitelist_link.is_symlink():
+            self.whitelist_path.unlink(missing_ok=True)
 
     def whitelist_facts(self, state: AttachState) -> tuple[int, int]:
         """Return how many entries the whitelist has, and its generation.
@@ -497,16 +507,7 @@ class StateDir:
 
     def quarantine(self, name: str) -> None:
         """Move a damaged file aside; of such files the newest few stay."""
-        path = self.folder / name
-        unix_s = int(time.time())
-        while (aside := self.folder / f"{name}{_CORRUPT}{unix_s}").exists():
-            unix_s += 1
-        with contextlib.suppress(FileNotFoundError):
-            path.rename(aside)
-        old = sorted(self.folder.glob(f"*{_CORRUPT}*"), key=lambda one: one.lstat().st_ctime_ns)
-        for one in old[:-_MOST_CORRUPT]:
-            with contextlib.suppress(OSError):
-                one.unlink()
+        put_aside(self.whitelist_path if name == listfacts.FILE_NAME else self.folder / name)
 
     def quarantined(self) -> tuple[str, ...]:
         """Return the names of the files that were put aside."""
@@ -567,6 +568,19 @@ class StateDir:
 
     def _write(self, name: str, text: str) -> None:
         Staged(self, name, text).commit()
+
+
+def put_aside(path: Path) -> None:
+    """Move a damaged file to NAME.corrupt-TIME; of such files the newest few stay."""
+    unix_s = int(time.time())
+    while (aside := path.with_name(f"{path.name}{_CORRUPT}{unix_s}")).exists():
+        unix_s += 1
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(aside)
+    old = sorted(path.parent.glob(f"*{_CORRUPT}*"), key=lambda one: one.lstat().st_ctime_ns)
+    for one in old[:-_MOST_CORRUPT]:
+        with contextlib.suppress(OSError):
+            one.unlink()
 
 
 _DETACH = "shapectl detach removes what the kernel still holds"

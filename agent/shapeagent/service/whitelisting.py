@@ -21,7 +21,7 @@ from shapeagent.model.types import Match, PackedBatch, WhitelistEntry
 from shapeagent.policy import packed
 from shapeagent.policy.entrytable import PLACES, Delta, EntryTable
 from shapeagent.policy.packed import Place
-from shapeagent.service import liststore
+from shapeagent.service import listplace, liststore
 from shapeagent.service.state import AttachState
 from shapeagent.service.whitelistlog import (
     Loaded,
@@ -396,6 +396,7 @@ class Whitelist:
         store = attached.store
         control = attached.datapath.read_control()
         mark = control.lists_mark
+        listplace.place(attached, control)
         loaded = liststore.load_or_none(store)
         if store.old_whitelist_path.exists() and not (loaded and loaded.agrees_with(mark)):
             loaded = liststore.take_over_text(attached, mark)
@@ -413,7 +414,8 @@ class Whitelist:
             loaded = liststore.rebuild(attached, why, loaded, mark)
         self._take(loaded)
         if mark != loaded.marks.after:
-            self.put_in_force()  # killed between log and kernel
+            self.put_in_force()  # killed between log and kernel, or kept over a reboot
+            attached.save(attached.state)
         store.old_whitelist_path.unlink(missing_ok=True)
 
     def _take(self, loaded: Loaded) -> None:
