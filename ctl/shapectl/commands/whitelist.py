@@ -350,6 +350,7 @@ def _print_change(
             {
                 "device": device,
                 "added": change.added,
+                "changed": change.changed,
                 "removed": change.removed,
                 "unchanged": change.unchanged,
                 "total": change.total,
@@ -359,8 +360,9 @@ def _print_change(
             }
         )
         return
+    changed = f"{change.changed:,} changed, " if change.changed else ""
     print_line(
-        f"{device}: {change.added:,} added, {change.removed:,} removed, "
+        f"{device}: {change.added:,} added, {changed}{change.removed:,} removed, "
         f"{change.unchanged:,} unchanged; {change.total:,} in force, "
         f"generation {change.generation}"
     )
