@@ -110,6 +110,8 @@ def check_agreement(one: Bench, before: set[Entry], where: str) -> None:
     assert kernel == got, f"got {kernel} in the kernel, want {got}, {where}"
 
 
+@pytest.mark.slow
+@pytest.mark.host
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_kill_at_any_step_loses_nothing_acknowledged(
     one: Bench, killer: ListKiller, what: str
@@ -162,6 +164,8 @@ def test_a_kill_at_any_step_of_the_first_change_ever(one: Bench, killer: ListKil
     assert each_step(kill, recover) >= 8
 
 
+@pytest.mark.slow
+@pytest.mark.host
 def test_a_kill_at_any_step_of_taking_over_an_older_versions_text(
     one: Bench, killer: ListKiller
 ) -> None:

@@ -13,7 +13,8 @@ from enginekit import NORMAL, SIGNAL_UDP, Bench, UdpSource, entry, send_datagram
 from shapeagent.model.errors import InputError
 from shapeagent.model.reports import ExplainRequest
 from shapeagent.model.types import EntryKind, Match, PackedBatch
-from shapeagent.policy.entrytable import EntryTable, Group
+from shapeagent.policy.entrychange import Group
+from shapeagent.policy.entrytable import EntryTable
 from shapeagent.policy.packed import Place, pack_entries
 from shapeagent.policy.whitelist import LineDefaults, export_list, parse_list
 

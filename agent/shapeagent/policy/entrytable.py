@@ -16,11 +16,10 @@ from array import array
 from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from shapeagent.model.types import EntryKind, Match, PackedBatch, WhitelistEntry
 from shapeagent.policy import packed
+from shapeagent.policy.entrychange import EMPTY, Delta, Group, group_of, placed
 from shapeagent.policy.packed import MAX_NAMED_BAD_ITEMS, Place
 
 #: The order of a listing; an entry for either end comes first, for the others override it.
@@ -33,74 +32,6 @@ PLACES: tuple[Place, ...] = tuple(
 _PLACE_NUMBERS = {place: number for number, place in enumerate(PLACES)}
 _MOST_INSORTS = 64  # at once into a sorted column: beyond, it is sorted anew
 _MOST_DEAD_GROUPS = 1024
-_EMPTY: Mapping[bytes, int] = {}
-
-
-class Group(NamedTuple):
-    """What entries have in common beside their place."""
-
-    traffic_class: str
-    owner: str
-    reason: str
-    expires_unix_s: float | None
-
-
-def group_of(batch: PackedBatch) -> Group:
-    """Return the group of a batch's entries."""
-    return Group(batch.traffic_class, batch.owner, batch.reason, batch.expires_unix_s)
-
-
-@dataclass(slots=True)
-class Delta:
-    """One change of a table, by place: what is written, what is deleted, and what stood there.
-
-    columns: instead of these the columns of a whole replacement; then `old` has those before.
-    """
-
-    puts: dict[Place, dict[bytes, int]] = field(default_factory=dict)
-    deletes: dict[Place, Collection[bytes]] = field(default_factory=dict)
-    old: dict[Place, dict[bytes, int]] = field(default_factory=dict)
-    columns: dict[Place, dict[bytes, int]] | None = None
-    added: int = 0
-    changed: int = 0
-    removed: int = 0
-    unchanged: int = 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing would change."""
-        return not (self.added or self.changed or self.removed)
-
-    @property
-    def size(self) -> int:
-        """How many entries are written or deleted."""
-        return self.added + self.changed + self.removed
-
-    def single(self) -> tuple[Place, bytes, int | None] | None:
-        """Return the one key that changes, with its new group (None: deleted), or None of many."""
-        if self.size != 1 or self.columns is not None:
-            return None
-        for place, fresh in self.puts.items():
-            for key, number in fresh.items():
-                return place, key, number
-        for place, gone in self.deletes.items():
-            for key in gone:
-                return place, key, None
-        return None
-
-    def inverse(self) -> Delta:
-        """Return the change that takes this one back. Its group numbers stay those of the table."""
-        if self.columns is not None:
-            found = Delta(columns=self.old, old=self.columns)
-        else:
-            puts = {place: dict(old) for place, old in self.old.items()}
-            gone: dict[Place, Collection[bytes]] = {
-                place: [key for key in fresh if key not in puts.get(place, _EMPTY)]
-                for place, fresh in self.puts.items()
-            }
-            found = Delta(puts=puts, deletes=gone, old=dict(self.puts))
-        found.added, found.changed, found.removed = self.removed, self.changed, self.added
-        return found
 
 
 class EntryTable:
@@ -175,7 +106,7 @@ class EntryTable:
             place = (batch.match, batch.kind)
             column = self.columns[place]
             keys = set(packed.split_keys(batch.keys, batch.kind.key_bytes))
-            gone = (keys & column.keys()) - wanted.get(place, _EMPTY).keys()
+            gone = (keys & column.keys()) - wanted.get(place, EMPTY).keys()
             gone.difference_update(delta.deletes.get(place, ()))
             delta.unchanged += len(keys) - len(gone)
             self._delete(delta, place, gone)
@@ -225,7 +156,7 @@ class EntryTable:
         count = 0
         for number, batch in enumerate(batches, 1):
             group = self.intern(group_of(batch))
-            for place, keys in _placed(batch):
+            for place, keys in placed(batch):
                 fresh = dict.fromkeys(keys, group)
                 delta.unchanged += len(keys) - len(fresh)
                 known = wanted.setdefault(place, {})
@@ -309,7 +240,7 @@ class EntryTable:
             self._counts.subtract(Counter(old.values()))
         for place, fresh in delta.puts.items():
             if place in self._sorted:
-                new = fresh.keys() - delta.old.get(place, _EMPTY).keys()
+                new = fresh.keys() - delta.old.get(place, EMPTY).keys()
                 self._note(place, new, is_gone=False)
             column = self.columns[place]
             if column:
@@ -433,15 +364,3 @@ def _loading(column: Mapping[bytes, int], place: Place, fresh: dict[bytes, int])
         old = {key: column[key] for key in fresh.keys() & column.keys()}
         delta.old[place] = old
     return delta
-
-
-def _placed(batch: PackedBatch) -> Iterator[tuple[Place, list[bytes]]]:
-    """Yield the keys of a batch by place: a prefix of full length is a host."""
-    kind = batch.kind
-    keys = packed.split_keys(batch.keys, kind.key_bytes)
-    full = 8 * kind.address_bytes
-    if kind.is_prefix and full in batch.keys[:: kind.key_bytes]:
-        host = packed.kind_of(kind.address_bytes, is_pair=False, is_host=True)
-        yield (batch.match, host), [key[1:] for key in keys if key[0] == full]
-        keys = [key for key in keys if key[0] != full]
-    yield (batch.match, kind), keys

@@ -20,7 +20,8 @@ from shapeagent.kernel.maps import PinnedMaps
 from shapeagent.model.errors import FailedError, InputError, ShapeError
 from shapeagent.model.types import WhitelistEntry
 from shapeagent.policy import packed
-from shapeagent.policy.entrytable import EntryTable, Group
+from shapeagent.policy.entrychange import Group
+from shapeagent.policy.entrytable import EntryTable
 from shapeagent.policy.whitelist import LineDefaults, parse_list
 from shapeagent.service import whitelistlog
 from shapeagent.service.listfacts import LAYOUT

@@ -192,7 +192,7 @@ class WhitelistCalls:
 
     def whitelist_list(self, device: str) -> tuple[WhitelistRow, ...]:
         """Return the entries that have not expired."""
-        from shapeagent.service.whitelisting import rows_of
+        from shapeagent.service.listpages import rows_of
 
         return rows_of(self._whitelist_table(device)[0])
 
@@ -206,7 +206,7 @@ class WhitelistCalls:
 
         Raises: InputError bad-page.
         """
-        from shapeagent.service.whitelisting import page_of
+        from shapeagent.service.listpages import page_of
 
         return page_of(*self._whitelist_table(device), after, limit)
 

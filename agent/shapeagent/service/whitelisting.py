@@ -19,9 +19,10 @@ from shapeagent.model.errors import ConflictError, FailedError, InputError, Shap
 from shapeagent.model.reports import WhitelistChange, WhitelistExpiry, WhitelistPage, WhitelistRow
 from shapeagent.model.types import Match, PackedBatch, WhitelistEntry
 from shapeagent.policy import packed
-from shapeagent.policy.entrytable import PLACES, Delta, EntryTable
+from shapeagent.policy.entrychange import Delta
+from shapeagent.policy.entrytable import PLACES, EntryTable
 from shapeagent.policy.packed import Place
-from shapeagent.service import listplace, liststore
+from shapeagent.service import listpages, listplace, liststore
 from shapeagent.service.state import AttachState
 from shapeagent.service.whitelistlog import (
     Loaded,
@@ -35,7 +36,6 @@ from shapeagent.service.whitelistlog import (
 if TYPE_CHECKING:
     from shapeagent.service.engine import Attached
 
-MOST_PAGE_ROWS = 10_000
 _MOST_EXPIRED_ROWS = 1_000
 _MOST_IN_PLACE = 1_000  # expired entries that are removed one by one: nobody sees them any more
 _CLOCK_STEP_S = 2.0  # less is drift, which the kernel's deadlines need not follow
@@ -128,12 +128,12 @@ class Whitelist:
         Raises: InputError bad-page.
         """
         self._refresh()
-        return page_of(self.table, self.generation, after, limit)
+        return listpages.page_of(self.table, self.generation, after, limit)
 
     def rows(self) -> tuple[WhitelistRow, ...]:
         """Return the entries that have not expired, in the order of a listing."""
         self._refresh()
-        return rows_of(self.table)
+        return listpages.rows_of(self.table)
 
     # --- changing
 
@@ -425,40 +425,3 @@ class Whitelist:
         self._mark = loaded.marks.after
         self._clock_offset_s = loaded.marks.clock_offset_s
         self._attached.state = self._state(len(self.table), self.generation)
-
-
-# --- reading alone
-
-
-def rows_of(table: EntryTable) -> tuple[WhitelistRow, ...]:
-    """Return the entries that have not expired, in the order of a listing."""
-    return tuple(map(packed.row_of, table.entries(time.time())))
-
-
-def page_of(table: EntryTable, generation: int, after: str | None, limit: int) -> WhitelistPage:
-    """Return a page; see `Whitelist.page`. Raises: InputError bad-page."""
-    if not 1 <= limit <= MOST_PAGE_ROWS:
-        raise InputError(
-            "bad-page", f"A page of {limit} rows is not between 1 and {MOST_PAGE_ROWS}."
-        )
-    begin = None if after is None else _parse_token(after)
-    entries, last = table.page(begin, limit, time.time())
-    token = None
-    if last is not None:
-        (match, kind), key = last
-        token = f"{match.value}.{kind.value}.{key.hex()}"
-    return WhitelistPage(tuple(map(packed.row_of, entries)), token, len(table), generation)
-
-
-def _parse_token(text: str) -> tuple[Place, bytes]:
-    places = {f"{match.value}.{kind.value}": (match, kind) for match, kind in PLACES}
-    name, _, digits = text.rpartition(".")
-    try:
-        place, key = places[name], bytes.fromhex(digits)
-    except (KeyError, ValueError):
-        key = b""
-    if not key or len(key) != place[1].key_bytes:
-        raise InputError(
-            "bad-page", f"{text[:60]!r} begins no page.", hint="take it from the page before"
-        )
-    return place, key

@@ -25,7 +25,8 @@ from typing import Any
 
 from shapeagent.model.errors import ConflictError
 from shapeagent.model.types import EntryKind, Match
-from shapeagent.policy.entrytable import Delta, EntryTable, Group
+from shapeagent.policy.entrychange import Delta, Group
+from shapeagent.policy.entrytable import EntryTable
 from shapeagent.policy.packed import Place, split_keys
 from shapeagent.service.listfacts import (
     CRC,
