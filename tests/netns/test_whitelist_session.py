@@ -329,6 +329,19 @@ def test_expired_entries_are_removed_from_kernel_and_log(one: Bench) -> None:
         check_same(one, session)
 
 
+def test_entries_that_ended_since_they_were_read_are_left_out(one: Bench) -> None:
+    """A batch that says so is refused: whoever packs it knows the time."""
+    over = entry("192.0.2.1", "bulk", expires_unix_s=time.time() - 1)
+    with one.engine.session(one.device) as session:
+        done = session.whitelist_add([entry("192.0.2.2", "bulk"), over])
+        assert (done.total, len(done.notices)) == (1, 1), f"got {done}"
+        done = session.whitelist_replace([entry("192.0.2.3", "bulk"), over])
+        assert (done.total, len(done.notices)) == (1, 1), f"got {done}"
+        with pytest.raises(InputError) as caught:
+            session.whitelist_apply(pack_entries([over]))
+        assert "has expired already" in caught.value.details[0], f"got {caught.value.details}"
+
+
 @pytest.mark.parametrize("count", [1, 3_000])
 def test_what_expired_while_nobody_ran_is_removed_by_the_next(one: Bench, count: int) -> None:
     ends = time.time() + 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -34,9 +35,15 @@ class WhitelistSession:
         self, entries: Sequence[WhitelistEntry], *, yes_everything: bool = False
     ) -> WhitelistChange:
         """Add entries; see Engine.whitelist_add."""
-        from shapeagent.policy.packed import pack_entries
+        batches, notices = _packed(entries)
+        done = self.whitelist_apply(batches, yes_everything=yes_everything)
+        return dataclasses.replace(done, notices=(*done.notices, *notices))
 
-        return self.whitelist_apply(pack_entries(entries), yes_everything=yes_everything)
+    def whitelist_import(
+        self, entries: Sequence[WhitelistEntry], *, yes_everything: bool = False
+    ) -> WhitelistChange:
+        """Add many entries at once; see Engine.whitelist_import."""
+        return self.whitelist_add(entries, yes_everything=yes_everything)
 
     def whitelist_remove(self, entries: Sequence[WhitelistEntry]) -> WhitelistChange:
         """Remove entries; see Engine.whitelist_remove."""
@@ -52,13 +59,11 @@ class WhitelistSession:
         expected_generation: int | None = None,
     ) -> WhitelistChange:
         """Replace the whole list; see Engine.whitelist_replace."""
-        from shapeagent.policy.packed import pack_entries
-
-        return self._attached.whitelist.replace(
-            pack_entries(entries),
-            yes_everything=yes_everything,
-            expected_generation=expected_generation,
+        batches, notices = _packed(entries)
+        done = self._attached.whitelist.replace(
+            batches, yes_everything=yes_everything, expected_generation=expected_generation
         )
+        return dataclasses.replace(done, notices=(*done.notices, *notices))
 
     def whitelist_apply(
         self,
@@ -106,6 +111,21 @@ class WhitelistSession:
     def whitelist_page(self, after: str | None = None, limit: int = 1000) -> WhitelistPage:
         """Return some entries; see Engine.whitelist_page."""
         return self._attached.whitelist.page(after, limit)
+
+
+def _packed(entries: Sequence[WhitelistEntry]) -> tuple[list[PackedBatch], tuple[str, ...]]:
+    """Return entries as batches, and a notice about those that ended since somebody read them."""
+    from shapeagent.policy.packed import pack_entries
+
+    now_unix_s = time.time()
+    batches, left_out = [], 0
+    for batch in pack_entries(entries):
+        if batch.expires_unix_s is not None and batch.expires_unix_s <= now_unix_s:
+            left_out += batch.count
+        else:
+            batches.append(batch)
+    notices = (f"{left_out:,} of the entries have expired and were left out",) if left_out else ()
+    return batches, notices
 
 
 class WhitelistCalls:

@@ -96,10 +96,6 @@ class Whitelist:
         self._begin(batches, yes_everything, expected_generation)
         return self._change(self.table.plan_replace(batches))
 
-    def unchanged(self) -> WhitelistChange:
-        """Return that nothing changed: what opening has put right is enough."""
-        return self._result(Delta(unchanged=len(self.table)))
-
     def expire(self, now_unix_s: float | None = None) -> WhitelistExpiry:
         """Remove what is over; the kernel has not used it since. The generation stays.
 
