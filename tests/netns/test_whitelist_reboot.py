@@ -122,6 +122,18 @@ def test_a_damaged_list_is_put_aside_and_said(one: Bench) -> None:
     assert list(path.parent.glob("*.corrupt-*")), "got nothing put aside"
 
 
+def test_a_folder_that_somebody_removed_is_made_again(one: Bench) -> None:
+    said: list[str] = []
+    one.engine.warn = said.append
+    one.engine.whitelist_add(one.device, [entry(line, "bulk") for line in LINES])
+    assert one.engine.lists_dir is not None
+    shutil.rmtree(one.engine.lists_dir)
+    assert len(one.engine.whitelist_list(one.device)) == 3, "got it not read from the kernel"
+    assert any("it is missing" in text for text in said), f"got {said}"
+    one.engine.whitelist_add(one.device, [entry("192.0.2.77", "bulk")])
+    assert kept_at(one).exists()
+
+
 def test_entries_of_a_class_that_the_policy_lost_are_left_out(one: Bench, tmp_path: Path) -> None:
     one.engine.whitelist_add(one.device, [entry("192.0.2.9", "bulk"), entry("192.0.2.10")])
     text = one.engine.store(one.key).read_policy()

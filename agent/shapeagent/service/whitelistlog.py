@@ -354,6 +354,7 @@ class WhitelistLog:
 def _write_whole(path: Path, record: bytes, aside: Callable[[], None] | None = None) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_down(temporary, LAYOUT + record, lasting=True)
         if aside is not None:
             aside()
