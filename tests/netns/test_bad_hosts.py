@@ -139,7 +139,8 @@ except OSError:
 during = host_state(netns, device, engine)
 say("ceiling", lambda: engine.class_set(device, "bulk", 50_000_000))
 tell("in force", ceiling())
-say("whitelist", lambda: engine.whitelist_add(device, [entry("192.0.2.2 class=bulk")]))
+many = [entry(f"10.0.{n >> 8}.{n & 255} class=bulk") for n in range(2_000)]  # one may fit yet
+say("whitelist", lambda: engine.whitelist_add(device, many))
 tell("entries", len(engine.whitelist_list(device)))
 tell("listed", sum(row.packets >= 0 for row in engine.status(device)[0].classes) > 0)
 tell("problems", engine.status(device)[0].problems)
