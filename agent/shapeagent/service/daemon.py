@@ -129,6 +129,7 @@ class Agent:
             run_dir=Path(config.agent.run_dir),
             bpffs_dir=Path(config.agent.bpffs_dir),
             holds_lock=True,
+            lists_dir=Path(config.agent.state_dir) / "whitelists",
         )
         self._reconciler = Reconciler(
             self._engine,

@@ -21,7 +21,7 @@ from shapeagent.model.reports import AttachRequest
 from shapeagent.model.types import DeviceFacts
 from shapeagent.policy.reconcile import Choice, Dispute, Retry
 from shapeagent.service import following, reapplying
-from shapeagent.service.engine import Attached, Engine
+from shapeagent.service.engine import Attached, Engine, Session
 from shapeagent.service.reapplying import Lost, Part
 from shapeagent.telemetry.events import EventLog
 
@@ -45,6 +45,7 @@ class Watched:
     text: str = ""  # why, in words
     retry: Retry = field(default_factory=Retry)
     disputes: dict[Part, Dispute] = field(default_factory=dict)
+    has_lists: bool = False  # the whitelist of this attachment is in force
     released: bool = False  # someone detached it on purpose: until an attach or a new config
 
 
@@ -131,6 +132,7 @@ class Reconciler:
 
     def _attach(self, one: Watched) -> float:
         report = self._engine.attach(one.request)
+        one.has_lists = False
         one.retry.succeeded()
         action = "attach" if report.changed else "adopt"
         self._counters.reconcile_action(one.request.device, action)
@@ -147,10 +149,24 @@ class Reconciler:
                 self._counters.reconcile_action(one.request.device, "repair")
                 self._events.add("repaired", one.request.device, text)
             return _AGAIN_S
+        self._expire(one, attached)
         lost = reapplying.find_lost(attached)
         if not lost:
             return self._settled(one)
         return min(self._dispute(one, attached, each) for each in lost)
+
+    def _expire(self, one: Watched, attached: Attached) -> None:
+        """Remove whitelist entries whose time is over.
+
+        The first look brings a kept list back into force.
+        """
+        if one.has_lists and not attached.state.whitelist_entries:
+            return
+        one.has_lists = True
+        done = Session(attached).whitelist_expire()
+        if done.removed:
+            text = f"{done.removed} whitelist entries have ended; {done.total} are left"
+            self._events.add("whitelist-expired", one.request.device, text)
 
     def _drifted(self, attached: Attached, facts: DeviceFacts) -> bool:
         return bool(following.drifts_of(attached.state, facts))
