@@ -24,6 +24,7 @@ step 'rooms' $bin/lint-imports --no-logo
 step 'C warnings' $bin/python -m tests.check.check_c
 step 'ABI layout' $bin/python -m tests.check.check_abi
 step 'generated files' $bin/python -m shapectl.docs --check
+step 'API code' $bin/python -m shapeagent.proto.generate --check
 step 'performance page' $bin/python -m shapeagent.lab.bench.document --check
 
 if [ -n "$failed" ]; then
