@@ -30,6 +30,7 @@ class AttachRequest:
 
     device: str
     policy_path: str | None = None  # None: /etc/shapectl/policy.toml, else built in
+    policy_text: str | None = None  # the policy itself; `policy_path` then only says its name
     profile: str | None = None
     link_rate_bits_per_s: int | None = None
     ingress: str = "count"
@@ -43,6 +44,15 @@ class AttachRequest:
     confirm_s: float | None = None  # undone after so long unless confirmed
     hook: str | None = None  # "tcx" or "clsact"; None: tcx where the kernel has it
     takeover: bool = False  # replace a root qdisc of someone else's, and put it back on detach
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyDocument:
+    """A policy as text, and where it came from."""
+
+    text: str
+    source: str  # a path, "built-in", or "API"
+    digest: str  # SHA-256 of the text
 
 
 @dataclass(frozen=True, slots=True)

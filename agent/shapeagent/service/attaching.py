@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shapeagent.kernel import abi, bpf, filters, link, maps, qdisc, routes
 from shapeagent.kernel.cgroup import find_cgroup
@@ -70,6 +70,13 @@ class _Undo:
 def _says_gone(error: ShapeError | OSError) -> bool:
     """Return whether an undo failed only since the device is gone, and its state with it."""
     return isinstance(error, ShapeError) and error.reference == "interface-gone"
+
+
+def request_fields(request: AttachRequest) -> dict[str, Any]:
+    """Return a request as the state keeps it: the policy's text stands in a file of its own."""
+    fields = dataclasses.asdict(request)
+    del fields["policy_text"]
+    return fields
 
 
 def attach(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> AttachReport:
@@ -172,7 +179,7 @@ def _initial_state(engine: Engine, wanted: Wanted, image: Image) -> AttachState:
         policy_digest=wanted.policy.digest,
         source_digest=image.digest,
         abi_version=abi.SHP_ABI_VERSION,
-        request=dataclasses.asdict(wanted.request),
+        request=request_fields(wanted.request),
         facts=wanted.device,
         kernel=wanted.kernel,
         attached_unix_s=time.time(),
@@ -474,7 +481,7 @@ def _take_up_policy(attached: Attached, wanted: Wanted) -> None:
         state,
         policy_source=policy.source,
         policy_digest=policy.digest,
-        request=dataclasses.asdict(wanted.request),
+        request=request_fields(wanted.request),
         ceilings=initial_ceilings(policy, state.link_rate_bits_per_s),
         missing_cgroups=missing,
     )

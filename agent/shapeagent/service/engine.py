@@ -33,6 +33,7 @@ from shapeagent.model.reports import (
     ExplainRequest,
     Explanation,
     InterfaceStatus,
+    PolicyDocument,
     ResidueReport,
 )
 from shapeagent.model.types import DeviceFacts, Direction, Policy, Profile, TreePlan
@@ -272,6 +273,49 @@ class Engine(WhitelistCalls):
                 return confirming.confirm(attached.store, device)
             finally:
                 attached.close()
+
+    # --- policy
+
+    def policy(self, device: str | None = None) -> PolicyDocument:
+        """Return the policy in force on a device; without one, what an attach would use.
+
+        Raises:
+            ConflictError: "not-attached".
+        """
+        from shapeagent.service import policies
+
+        require_privileges()
+        if device is None:
+            return policies.default_document()
+        with namespaces.open_rtnl(self.netns) as rtnl:
+            attached = self._open(rtnl, device)
+            try:
+                return policies.document_of(attached)
+            finally:
+                attached.close()
+
+    def set_policy(
+        self, device: str, text: str, source: str, *, expected_digest: str | None = None
+    ) -> AttachReport:
+        """Put another policy in force on an attached device; only what differs is changed.
+
+        Args:
+            source: what status calls it.
+
+        Raises:
+            ConflictError: "not-attached"; "policy-differs" where not the expected one is in force.
+            InputError: "policy-invalid", and as `attach`; the old policy stays.
+        """
+        from shapeagent.service import attaching, policies
+
+        require_privileges()
+        with self._changing_kernel() as rtnl:
+            attached = self._open(rtnl, device, repair=True)
+            try:
+                request = policies.request_with(attached, text, source, expected_digest)
+            finally:
+                attached.close()
+            return attaching.attach(self, rtnl, request)
 
     # --- looking
 

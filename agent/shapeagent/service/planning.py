@@ -199,6 +199,9 @@ def make_plan(engine: Engine, rtnl: Rtnl, request: AttachRequest) -> Wanted:
     return dataclasses.replace(wanted, report=_report(engine, wanted))
 
 
+#: What a policy is called that came over the API without a name.
+API_SOURCE = "API"
+
 _EMPTY_REPORT = AttachPlan(
     device="",
     netns=None,
@@ -244,7 +247,10 @@ def _link_rate(
 
 
 def _policy(request: AttachRequest, link_rate_bits_per_s: int, folder: Path) -> Policy:
-    text, source = read_policy(request.policy_path)
+    if request.policy_text is not None:
+        text, source = request.policy_text, request.policy_path or API_SOURCE
+    else:
+        text, source = read_policy(request.policy_path)
     policy = policy_of(folder, text, source, link_rate_bits_per_s)
     changes: dict[str, object] = {"shadow": request.shadow or policy.shadow}
     if request.egress_mark_mask is not None:
