@@ -102,6 +102,8 @@ _EXIT_CODES = (
 )
 
 _ENVIRONMENT = (
+    ("SHAPECTL_AGENT", "the agent to ask, where --agent is not given"),
+    ("SHAPECTL_AGENT_CERT", "the certificate for it, where --agent-cert is not given"),
     ("SHAPECTL_NETNS", "the network namespace, where --netns is not given"),
     ("NO_COLOR", "set to anything: no colour on a terminal either"),
 )

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -15,7 +16,11 @@ from shapeagent.model.errors import ConflictError, InputError, UnsupportedError
 from shapectl.output import Progress, stderr_is_terminal, warn
 
 if TYPE_CHECKING:
+    from shapeagent.client.address import AgentAddress
+    from shapeagent.client.remote import RemoteEngine
     from shapeagent.service.engine import Engine
+
+    AnyEngine = Engine | RemoteEngine  # in this process, or an agent's
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -30,9 +35,53 @@ class Session:
     netns: str | None = None
     json: bool = False
     verbose: bool = False
+    agent: str | None = None
+    agent_cert: str | None = None
 
     @contextmanager
-    def engine(self) -> Iterator[Engine]:
+    def engine(self) -> Iterator[AnyEngine]:
+        """Give the engine: an agent's, where one is named or holds this host's lock, else ours.
+
+        Raises:
+            ConflictError: agent-hung, of this host's, with its pid.
+            FailedError: agent-unreachable.
+            UnsupportedError: package-missing, where a Python package is absent.
+        """
+        address = self._agent_address()
+        if address is None:
+            with self.local_engine() as engine:
+                yield engine
+            return
+        try:
+            from shapeagent.client.address import TlsFiles
+            from shapeagent.client.remote import RemoteEngine
+        except ModuleNotFoundError as error:
+            raise missing_package(error) from error
+        tls = None if self.agent_cert is None else TlsFiles.beside(Path(self.agent_cert))
+        remote = RemoteEngine(address, tls=tls, netns=self.netns)
+        try:
+            with self.progress() as progress:
+                progress.step(f"asking the agent at {address}")
+                remote.hello()
+                yield remote
+        finally:
+            remote.close()
+
+    def _agent_address(self) -> AgentAddress | None:
+        """Return where to ask: `--agent`, else this host's agent where one serves our namespace."""
+        from shapeagent.client import local
+
+        if self.agent is not None:
+            from shapeagent.client.address import parse_address
+
+            return parse_address(self.agent)
+        if os.geteuid() != 0:
+            return local.usable_socket()
+        found = local.agent_of(local.RUN_DIR)
+        return found if found is not None and found.netns == self.netns else None
+
+    @contextmanager
+    def local_engine(self) -> Iterator[Engine]:
         """Give the engine that acts in this process; progress goes to stderr.
 
         Raises:
@@ -66,7 +115,7 @@ def session_of(context: click.Context) -> Session:
     return context.ensure_object(Session)
 
 
-def pick_device(engine: Engine, wanted: str | None) -> str:
+def pick_device(engine: AnyEngine, wanted: str | None) -> str:
     """Return `wanted`, else the only interface that is attached in the namespace.
 
     Raises:
@@ -123,6 +172,16 @@ def _set_netns(context: click.Context, parameter: click.Parameter, value: str | 
     session_of(context).netns = value
 
 
+def _set_agent(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        session_of(context).agent = value
+
+
+def _set_agent_cert(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        session_of(context).agent_cert = value
+
+
 def _set_json(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value:
         session_of(context).json = True
@@ -150,6 +209,24 @@ def global_parameters(*, outermost: bool) -> list[click.Option]:
             help="Work in this network namespace (also: SHAPECTL_NETNS).",
         ),
         click.Option(
+            ["--agent"],
+            metavar="ADDRESS",
+            envvar="SHAPECTL_AGENT" if outermost else None,
+            callback=_set_agent,
+            expose_value=False,
+            help="Ask this agent: HOST:PORT or a socket's path (also: SHAPECTL_AGENT). Without it: "
+            "the one that holds this host's lock, else work in this process.",
+        ),
+        click.Option(
+            ["--agent-cert"],
+            metavar="FILE",
+            envvar="SHAPECTL_AGENT_CERT" if outermost else None,
+            callback=_set_agent_cert,
+            expose_value=False,
+            help="Your certificate for an agent at HOST:PORT, with NAME-key.pem and ca.pem beside "
+            "it (also: SHAPECTL_AGENT_CERT).",
+        ),
+        click.Option(
             ["--json"],
             is_flag=True,
             callback=_set_json,
@@ -166,7 +243,7 @@ def global_parameters(*, outermost: bool) -> list[click.Option]:
     ]
 
 
-GLOBAL_OPTION_NAMES = frozenset({"netns", "json", "verbose"})
+GLOBAL_OPTION_NAMES = frozenset({"netns", "agent", "agent_cert", "json", "verbose"})
 
 
 class ShapeCommand(click.Command):

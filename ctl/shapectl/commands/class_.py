@@ -15,7 +15,7 @@ from shapectl.params import duration
 from shapectl.session import ShapeGroup, device_option, pick_device, session_of
 
 if TYPE_CHECKING:
-    from shapeagent.service.engine import Engine
+    from shapectl.session import AnyEngine
 
 
 @click.group("class", cls=ShapeGroup)
@@ -104,7 +104,7 @@ def _parse_ceiling(text: str, link_rate_bits_per_s: int | None) -> int:
     return parse_rate(text, link_rate_bits_per_s=link_rate_bits_per_s)
 
 
-def _read_link_rate(engine: Engine, device: str) -> int:
+def _read_link_rate(engine: AnyEngine, device: str) -> int:
     for interface in engine.status(device):
         return interface.link_rate_bits_per_s
     raise InputError(

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of this host that an agent elsewhere is sent."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from shapeagent.model.errors import InputError, PrivilegeError
+
+_MOST_TEXT_BYTES = 4_000_000
+
+
+def read_bytes(path: Path, most_bytes: int) -> bytes:
+    """Return what a file holds.
+
+    Raises: InputError file-missing, file-unreadable, file-too-large; PrivilegeError file-forbidden.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(most_bytes + 1)
+    except FileNotFoundError as error:
+        raise InputError(
+            "file-missing", f"{path}: {error.strerror}.", hint="check the name"
+        ) from error
+    except PermissionError as error:
+        raise PrivilegeError(
+            "file-forbidden", f"{path}: {error.strerror}.", hint="the same command with sudo"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise InputError("file-unreadable", f"{path}: {error}.", hint=f"ls -ld {path}") from error
+    if len(data) > most_bytes:
+        raise InputError(
+            "file-too-large",
+            f"{path} is larger than {most_bytes:,} bytes, which is what an agent takes.",
+            hint="split it, or run the command on the agent's host",
+        )
+    return data
+
+
+def read_text(path: str) -> str:
+    """Return the UTF-8 text of a file, or of stdin where it is `-`.
+
+    Raises: as `read_bytes`; InputError not-utf8.
+    """
+    if path == "-":
+        data = sys.stdin.buffer.read(_MOST_TEXT_BYTES)
+    else:
+        data = read_bytes(Path(path), _MOST_TEXT_BYTES)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise InputError(
+            "not-utf8",
+            f"{path} line {line}: byte {data[error.start]:#04x} is not UTF-8 text.",
+            hint=f"iconv -f latin1 -t utf-8 {path} converts an older encoding",
+        ) from error

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods of WhitelistService: changes of a few and of a million, pages, generations."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shapeagent.client.messages import number_word, to_message
+from shapeagent.model.errors import ConflictError, InputError
+from shapeagent.model.reports import WhitelistChange
+from shapeagent.proto.shapectl.v1 import whitelist_pb2 as pb
+from shapeagent.service.engine import Engine
+from shapeagent.service.rpc.changes import Asked, Done, Runner, Told
+from shapeagent.service.rpc.events import follow
+from shapeagent.service.rpc.guard import Call
+from shapeagent.service.rpc.packed import PackedChange
+from shapeagent.service.rpc.requestids import check_request_id, digest_of
+from shapeagent.service.rpc.requests import device_of
+
+MOST_STREAM_BYTES = 64 << 20
+DEFAULT_PAGE = 1_000
+MOST_PAGE = 10_000
+_MODE = pb.DESCRIPTOR.enum_types_by_name["WhitelistMode"]
+_TOKEN = re.compile(r"([0-9]{1,19})\.([0-9]{1,9})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What a change says beside its entries."""
+
+    request_id: str
+    device: str
+    replace: bool
+    expected_generation: int | None
+    yes_everything: bool
+    netns: str
+    why: str
+
+
+class WhitelistServicer:
+    """Its methods are named and called as gRPC's generated code wants it."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    # --- changes
+
+    def UpdateWhitelist(
+        self, request: pb.UpdateWhitelistRequest, call: Call
+    ) -> pb.UpdateWhitelistResponse:
+        """Make one change of what fits one message."""
+        head = _head(request)
+        change = PackedChange()
+        _take(change, request)
+        for texts in request.remove_texts:
+            change.remove_texts(texts)
+        for texts in request.add_texts:
+            change.add_texts(texts)
+        done = self._apply(call, head, change, pb.UpdateWhitelistResponse)
+        assert isinstance(done, pb.UpdateWhitelistResponse)
+        return done
+
+    def StreamWhitelist(
+        self, requests: Iterator[pb.StreamWhitelistRequest], call: Call
+    ) -> pb.StreamWhitelistResponse:
+        """Make one change of many batches, once its commit is there."""
+        head: _Head | None = None
+        change = PackedChange()
+        size_bytes = 0
+        for number, request in enumerate(requests):
+            part = request.WhichOneof("part")
+            if head is None:
+                if part != "begin":
+                    raise InputError("begin-missing", "The stream does not start with `begin`.")
+                head = _head(request.begin)
+                continue
+            size_bytes += request.ByteSize()
+            if size_bytes > MOST_STREAM_BYTES:
+                raise InputError(
+                    "stream-too-large",
+                    f"The batches have over {MOST_STREAM_BYTES >> 20} MiB.",
+                    hint="packed batches say each group once; or make several changes",
+                )
+            match part:
+                case "batches":
+                    _take(change, request.batches)
+                case "commit":
+                    return self._commit(call, head, change, request.commit.entries, requests)
+                case _:
+                    raise InputError(
+                        "bad-request", f"Message {number} of the stream is {part or 'empty'}."
+                    )
+        raise InputError(
+            "commit-missing",
+            "The stream has ended without `commit`: nothing was changed.",
+            hint="send it all again",
+        )
+
+    def _commit(
+        self,
+        call: Call,
+        head: _Head,
+        change: PackedChange,
+        entries: int,
+        rest: Iterator[pb.StreamWhitelistRequest],
+    ) -> pb.StreamWhitelistResponse:
+        if entries != change.count:
+            raise InputError(
+                "entries-differ",
+                f"The commit names {entries} entries, and {change.count} came in: "
+                "nothing was changed.",
+                hint="send it all again",
+            )
+        if next(rest, None) is not None:
+            raise InputError("bad-request", "Something follows `commit`: nothing was changed.")
+        done = self._apply(call, head, change, pb.StreamWhitelistResponse)
+        assert isinstance(done, pb.StreamWhitelistResponse)
+        return done
+
+    def _apply(
+        self,
+        call: Call,
+        head: _Head,
+        change: PackedChange,
+        answer_type: type[pb.UpdateWhitelistResponse] | type[pb.StreamWhitelistResponse],
+    ) -> pb.UpdateWhitelistResponse | pb.StreamWhitelistResponse:
+        change.check()
+        if head.replace and change.removed:
+            raise InputError("bad-request", "A replacement removes what it does not name.")
+
+        def work(engine: Engine) -> Done[pb.UpdateWhitelistResponse | pb.StreamWhitelistResponse]:
+            found = change.apply(
+                engine,
+                head.device,
+                replace=head.replace,
+                expected_generation=head.expected_generation,
+                yes_everything=head.yes_everything,
+            )
+            answer = answer_type(change=to_message(found, pb.WhitelistChange))
+            answer.change.notices.extend(change.notices)
+            return Done(answer, new=_in_words(found), told=_told(found))
+
+        asked = Asked(
+            request_id=head.request_id,
+            digest=digest_of(call.method, repr(head).encode(), change.digest.encode()),
+            device=head.device,
+            object=f"{head.device} whitelist",
+            why=head.why,
+            entries=change.count,
+            entries_digest=change.digest,
+        )
+        return self._runner.change(call, asked, head.netns, work, answer_type)
+
+    # --- looking
+
+    def ListWhitelist(
+        self, request: pb.ListWhitelistRequest, call: Call
+    ) -> pb.ListWhitelistResponse:
+        """Return one page of the entries in force."""
+        device = device_of(request.device)
+        size = request.page_size or DEFAULT_PAGE
+        if size > MOST_PAGE:
+            raise InputError("bad-page", f"A page has at most {MOST_PAGE:,} entries.")
+        wanted, start = _parse_token(request.page_token)
+
+        def work(engine: Engine) -> pb.ListWhitelistResponse:
+            generation = engine.status(device)[0].whitelist_generation
+            if wanted not in (None, generation):
+                raise ConflictError(
+                    "generation-differs",
+                    f"The whitelist is at generation {generation}, the last page was of {wanted}.",
+                    hint="list it from the beginning",
+                )
+            rows = engine.whitelist_list(device)
+            end = start + size
+            return pb.ListWhitelistResponse(
+                rows=[to_message(one, pb.WhitelistRow) for one in rows[start:end]],
+                next_page_token=f"{generation}.{end}" if end < len(rows) else "",
+                generation=generation,
+                total=len(rows),
+            )
+
+        return self._runner.look(call, request.netns, work)
+
+    def WatchWhitelist(
+        self, request: pb.WatchWhitelistRequest, call: Call
+    ) -> Iterator[pb.WatchWhitelistResponse]:
+        """Yield the generation in force, then each new one."""
+        device = device_of(request.device)
+        events = self._runner.events
+        after = events.last  # before the look: a change between the two is told twice, not never
+        status = self._runner.look(call, request.netns, lambda engine: engine.status(device)[0])
+        sent = status.whitelist_generation
+        yield pb.WatchWhitelistResponse(
+            generation=sent, total=status.whitelist_entries, unix_s=time.time()
+        )
+        for event in follow(events, call, after):
+            if event.kind != "whitelist-changed" or event.device != device:
+                continue
+            generation = int(event.details.get("generation", 0))
+            if generation == sent:
+                continue
+            sent = generation
+            yield pb.WatchWhitelistResponse(
+                generation=generation,
+                total=int(event.details.get("total", 0)),
+                unix_s=event.unix_s,
+            )
+
+
+def _head(request: pb.UpdateWhitelistRequest | pb.StreamWhitelistRequest.Begin) -> _Head:
+    """Return what a change says beside its entries, refused before they are read."""
+    check_request_id(request.request_id)
+    mode = number_word(_MODE, request.mode)
+    if mode is None:
+        raise InputError(
+            "mode-missing",
+            "The request does not say whether it merges or replaces.",
+            hint="WHITELIST_MODE_MERGE adds and removes, WHITELIST_MODE_REPLACE sets all of it",
+        )
+    has_generation = request.HasField("expected_generation")
+    return _Head(
+        request_id=request.request_id,
+        device=device_of(request.device),
+        replace=mode == "replace",
+        expected_generation=request.expected_generation if has_generation else None,
+        yes_everything=request.yes_everything,
+        netns=request.netns,
+        why=request.why,
+    )
+
+
+def _take(
+    change: PackedChange, batches: pb.UpdateWhitelistRequest | pb.StreamWhitelistRequest.Batches
+) -> None:
+    for batch in batches.remove:
+        change.remove(batch)
+    for batch in batches.add:
+        change.add(batch)
+
+
+def _parse_token(token: str) -> tuple[int | None, int]:
+    """Return (generation, first row) of a page. Raises: InputError bad-page."""
+    if not token:
+        return None, 0
+    found = _TOKEN.fullmatch(token)
+    if found is None:
+        raise InputError(
+            "bad-page",
+            f"{token[:40]!a} is no page token.",
+            hint="use next_page_token as it is",
+        )
+    return int(found[1]), int(found[2])
+
+
+def _in_words(change: WhitelistChange) -> str:
+    return (
+        f"{change.added} added, {change.removed} removed, {change.unchanged} unchanged; "
+        f"{change.total} in force, generation {change.generation}"
+    )
+
+
+def _told(change: WhitelistChange) -> Told:
+    """Return the event of a change; one of the same generation is told to nobody who watches."""
+    details = {
+        name: str(getattr(change, name)) for name in ("generation", "total", "added", "removed")
+    }
+    return Told("whitelist-changed", _in_words(change), details)
