@@ -33,10 +33,11 @@ from shapeagent.model.reports import (
     ResidueItem,
     ResidueReport,
     WhitelistChange,
+    WhitelistPage,
     WhitelistRow,
 )
-from shapeagent.model.types import WhitelistEntry
-from shapeagent.policy.whitelist import format_prefix
+from shapeagent.model.types import PackedBatch
+from shapeagent.policy.packed import check_batches, entry_of, row_of, split_keys
 from shapeagent.service.engine import Engine
 from shapeagent.service.rpc.contracts import AuditEntry, CallObserver, Role
 from shapeagent.service.rpc.server import RpcServers
@@ -140,7 +141,7 @@ class FakeEngine:
     netns: str | None = None
     generation: int = 0
     calls: list[tuple[str, Any]] = field(default_factory=list)
-    entries: dict[Any, WhitelistEntry] = field(default_factory=dict)
+    entries: dict[Any, PackedBatch] = field(default_factory=dict)
     hold: threading.Event = field(default_factory=threading.Event)
     raises: BaseException | None = None
     ceiling_bits_per_s: int = 20_000_000
@@ -231,55 +232,53 @@ class FakeEngine:
 
     # --- whitelist
 
-    def whitelist_add(
-        self, device: str, entries: Sequence[WhitelistEntry], *, yes_everything: bool = False
-    ) -> WhitelistChange:
-        self._note("whitelist_add", device, len(entries))
-        before = len(self.entries)
-        self.entries.update((_key(one), one) for one in entries)
-        return self._changed(len(self.entries) - before, 0)
-
-    def whitelist_remove(self, device: str, entries: Sequence[WhitelistEntry]) -> WhitelistChange:
-        self._note("whitelist_remove", device, len(entries))
-        gone = [self.entries.pop(_key(one), None) for one in entries]
-        return self._changed(0, len([one for one in gone if one]))
-
-    def whitelist_replace(
+    def whitelist_apply(
         self,
         device: str,
-        entries: Sequence[WhitelistEntry],
+        add: Sequence[PackedBatch] = (),
+        remove: Sequence[PackedBatch] = (),
         *,
-        yes_everything: bool = False,
+        replace: bool = False,
         expected_generation: int | None = None,
+        yes_everything: bool = False,
     ) -> WhitelistChange:
-        self._note("whitelist_replace", device, len(entries))
+        self._note("whitelist_apply", device, sum(one.count for one in (*add, *remove)))
         if expected_generation not in (None, self.generation):
             raise ConflictError("generation-differs", f"It is at {self.generation}.")
-        self.entries = {_key(one): one for one in entries}
-        return self._changed(len(self.entries), 0)
-
-    def whitelist_list(self, device: str) -> tuple[WhitelistRow, ...]:
-        self._note("whitelist_list", device)
-        return tuple(
-            WhitelistRow(
-                one.match.value,
-                format_prefix(one.source) if one.source else None,
-                format_prefix(one.destination) if one.destination else None,
-                one.traffic_class,
-                one.owner,
-                one.reason,
-                one.expires_unix_s,
-            )
-            for one in self.entries.values()
-        )
-
-    def _changed(self, added: int, removed: int) -> WhitelistChange:
+        check_batches(remove, float("-inf"))
+        check_batches(add, time.time())
+        before = {} if replace else dict(self.entries)
+        for batch, key in _keys(remove):
+            before.pop((batch.match, batch.kind, key), None)
+        gone = len(self.entries) - len(before)
+        before.update(((one.match, one.kind, key), one) for one, key in _keys(add))
+        added = len(before) - len(self.entries) + gone
+        self.entries = before
         self.generation += 1
-        return WhitelistChange(added, removed, 0, len(self.entries), self.generation, (), ())
+        return WhitelistChange(added, gone, 0, len(before), self.generation, (), ())
+
+    def whitelist_page(
+        self, device: str, after: str | None = None, limit: int = 1000
+    ) -> WhitelistPage:
+        self._note("whitelist_page", device, after)
+        start = int(after or 0)
+        keys = list(self.entries)[start : start + limit]
+        rows = tuple(self.row(one) for one in keys)
+        more = str(start + limit) if start + limit < len(self.entries) else None
+        return WhitelistPage(rows, more, len(self.entries), self.generation)
+
+    def row(self, at: Any) -> WhitelistRow:
+        match, kind, key = at
+        return row_of(entry_of((match, kind), key, self.entries[at]))
+
+    def rows(self) -> list[WhitelistRow]:
+        return [self.row(one) for one in self.entries]
 
 
-def _key(entry: WhitelistEntry) -> Any:
-    return (entry.match, entry.source, entry.destination)
+def _keys(batches: Sequence[PackedBatch]) -> Iterator[tuple[PackedBatch, bytes]]:
+    for batch in batches:
+        for key in split_keys(batch.keys, batch.kind.key_bytes):
+            yield batch, key
 
 
 @dataclass
@@ -344,7 +343,7 @@ def refusal(error: Any) -> ShapeError:
 def code_of(error: Any) -> str:
     """Return the status code of a `grpc.RpcError` as text."""
     assert isinstance(error, grpc.RpcError), f"got {error!r}, want an error of gRPC"
-    return str(error.code().name)  # type: ignore[attr-defined]
+    return str(error.code().name)
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:

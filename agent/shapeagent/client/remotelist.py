@@ -13,7 +13,6 @@ from shapeagent.client.connection import Connection, fresh_id
 from shapeagent.client.errors import error_of
 from shapeagent.client.messages import from_message
 from shapeagent.client.packing import MOST_IN_BATCH, pack
-from shapeagent.model.errors import ConflictError
 from shapeagent.model.reports import WhitelistChange, WhitelistRow
 from shapeagent.model.types import WhitelistEntry
 from shapeagent.proto.shapectl.v1 import whitelist_pb2 as pb
@@ -24,7 +23,6 @@ PAGE = 10_000
 MOST_MESSAGE_BYTES = 3 << 20
 _BUNDLE_BYTES = 1 << 20
 _STREAM_TRIES = 3
-_LISTING_TRIES = 5
 _FIRST_PAUSE_S = 0.1
 
 _Batches = pb.StreamWhitelistRequest.Batches
@@ -92,16 +90,7 @@ class RemoteWhitelist:
         raise AssertionError("the last try has returned or raised")
 
     def rows(self, device: str) -> tuple[WhitelistRow, ...]:
-        """Return all entries; begins anew where the list changes meanwhile.
-
-        Raises: ConflictError generation-differs where it never stands still.
-        """
-        for _ in range(_LISTING_TRIES - 1):
-            try:
-                return tuple(self._pages(device))
-            except ConflictError as error:
-                if error.reference != "generation-differs":
-                    raise
+        """Return all entries."""
         return tuple(self._pages(device))
 
     def _pages(self, device: str) -> Iterator[WhitelistRow]:

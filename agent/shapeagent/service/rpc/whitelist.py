@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shapeagent.client.messages import number_word, to_message
-from shapeagent.model.errors import ConflictError, InputError
+from shapeagent.model.errors import InputError
 from shapeagent.model.reports import WhitelistChange
 from shapeagent.proto.shapectl.v1 import whitelist_pb2 as pb
 from shapeagent.service.engine import Engine
+from shapeagent.service.rpc import lists
+from shapeagent.service.rpc.batches import Batches
 from shapeagent.service.rpc.changes import Asked, Done, Runner, Told
 from shapeagent.service.rpc.events import follow
 from shapeagent.service.rpc.guard import Call
-from shapeagent.service.rpc.packed import PackedChange
 from shapeagent.service.rpc.requestids import check_request_id, digest_of
 from shapeagent.service.rpc.requests import device_of
 
@@ -24,7 +24,7 @@ MOST_STREAM_BYTES = 64 << 20
 DEFAULT_PAGE = 1_000
 MOST_PAGE = 10_000
 _MODE = pb.DESCRIPTOR.enum_types_by_name["WhitelistMode"]
-_TOKEN = re.compile(r"([0-9]{1,19})\.([0-9]{1,9})", re.ASCII)
+_MOST_TOKEN_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class WhitelistServicer:
     ) -> pb.UpdateWhitelistResponse:
         """Make one change of what fits one message."""
         head = _head(request)
-        change = PackedChange()
+        change = Batches()
         _take(change, request)
         for texts in request.remove_texts:
-            change.remove_texts(texts)
+            change.take_texts(texts, removes=True)
         for texts in request.add_texts:
-            change.add_texts(texts)
+            change.take_texts(texts, removes=False)
         done = self._apply(call, head, change, pb.UpdateWhitelistResponse)
         assert isinstance(done, pb.UpdateWhitelistResponse)
         return done
@@ -68,7 +68,7 @@ class WhitelistServicer:
     ) -> pb.StreamWhitelistResponse:
         """Make one change of many batches, once its commit is there."""
         head: _Head | None = None
-        change = PackedChange()
+        change = Batches()
         size_bytes = 0
         for number, request in enumerate(requests):
             part = request.WhichOneof("part")
@@ -103,7 +103,7 @@ class WhitelistServicer:
         self,
         call: Call,
         head: _Head,
-        change: PackedChange,
+        change: Batches,
         entries: int,
         rest: Iterator[pb.StreamWhitelistRequest],
     ) -> pb.StreamWhitelistResponse:
@@ -124,17 +124,19 @@ class WhitelistServicer:
         self,
         call: Call,
         head: _Head,
-        change: PackedChange,
+        change: Batches,
         answer_type: type[pb.UpdateWhitelistResponse] | type[pb.StreamWhitelistResponse],
     ) -> pb.UpdateWhitelistResponse | pb.StreamWhitelistResponse:
         change.check()
-        if head.replace and change.removed:
+        if head.replace and change.remove:
             raise InputError("bad-request", "A replacement removes what it does not name.")
 
         def work(engine: Engine) -> Done[pb.UpdateWhitelistResponse | pb.StreamWhitelistResponse]:
-            found = change.apply(
+            found = lists.apply(
                 engine,
                 head.device,
+                change.add,
+                change.remove,
                 replace=head.replace,
                 expected_generation=head.expected_generation,
                 yes_everything=head.yes_everything,
@@ -164,26 +166,16 @@ class WhitelistServicer:
         size = request.page_size or DEFAULT_PAGE
         if size > MOST_PAGE:
             raise InputError("bad-page", f"A page has at most {MOST_PAGE:,} entries.")
-        wanted, start = _parse_token(request.page_token)
-
-        def work(engine: Engine) -> pb.ListWhitelistResponse:
-            generation = engine.status(device)[0].whitelist_generation
-            if wanted not in (None, generation):
-                raise ConflictError(
-                    "generation-differs",
-                    f"The whitelist is at generation {generation}, the last page was of {wanted}.",
-                    hint="list it from the beginning",
-                )
-            rows = engine.whitelist_list(device)
-            end = start + size
-            return pb.ListWhitelistResponse(
-                rows=[to_message(one, pb.WhitelistRow) for one in rows[start:end]],
-                next_page_token=f"{generation}.{end}" if end < len(rows) else "",
-                generation=generation,
-                total=len(rows),
-            )
-
-        return self._runner.look(call, request.netns, work)
+        after = request.page_token[:_MOST_TOKEN_CHARACTERS] or None
+        found = self._runner.look(
+            call, request.netns, lambda engine: lists.page(engine, device, after, size)
+        )
+        return pb.ListWhitelistResponse(
+            rows=[to_message(one, pb.WhitelistRow) for one in found.rows],
+            next_page_token=found.after or "",
+            generation=found.generation,
+            total=found.total,
+        )
 
     def WatchWhitelist(
         self, request: pb.WatchWhitelistRequest, call: Call
@@ -234,38 +226,25 @@ def _head(request: pb.UpdateWhitelistRequest | pb.StreamWhitelistRequest.Begin) 
 
 
 def _take(
-    change: PackedChange, batches: pb.UpdateWhitelistRequest | pb.StreamWhitelistRequest.Batches
+    change: Batches, batches: pb.UpdateWhitelistRequest | pb.StreamWhitelistRequest.Batches
 ) -> None:
     for batch in batches.remove:
-        change.remove(batch)
+        change.take(batch, removes=True)
     for batch in batches.add:
-        change.add(batch)
-
-
-def _parse_token(token: str) -> tuple[int | None, int]:
-    """Return (generation, first row) of a page. Raises: InputError bad-page."""
-    if not token:
-        return None, 0
-    found = _TOKEN.fullmatch(token)
-    if found is None:
-        raise InputError(
-            "bad-page",
-            f"{token[:40]!a} is no page token.",
-            hint="use next_page_token as it is",
-        )
-    return int(found[1]), int(found[2])
+        change.take(batch, removes=False)
 
 
 def _in_words(change: WhitelistChange) -> str:
     return (
-        f"{change.added} added, {change.removed} removed, {change.unchanged} unchanged; "
-        f"{change.total} in force, generation {change.generation}"
+        f"{change.added} added, {change.changed} changed, {change.removed} removed, "
+        f"{change.unchanged} unchanged; {change.total} in force, generation {change.generation}"
     )
 
 
 def _told(change: WhitelistChange) -> Told:
     """Return the event of a change; one of the same generation is told to nobody who watches."""
     details = {
-        name: str(getattr(change, name)) for name in ("generation", "total", "added", "removed")
+        name: str(getattr(change, name))
+        for name in ("generation", "total", "added", "changed", "removed")
     }
     return Told("whitelist-changed", _in_words(change), details)

@@ -26,15 +26,15 @@ _sym_db = _symbol_database.Default()
 from shapeagent.proto.shapectl.v1 import common_pb2 as shapectl_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshapectl/v1/whitelist.proto\x12\x0bshapectl.v1\x1a\x18shapectl/v1/common.proto\"\x99\x01\n\x0eWhitelistGroup\x12\x15\n\rtraffic_class\x18\x01 \x01(\t\x12!\n\x05match\x18\x02 \x01(\x0e\x32\x12.shapectl.v1.Match\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x1b\n\x0e\x65xpires_unix_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_expires_unix_s\"\xa2\x01\n\x0eWhitelistBatch\x12*\n\x05group\x18\x01 \x01(\x0b\x32\x1b.shapectl.v1.WhitelistGroup\x12\x0e\n\x06hosts4\x18\x02 \x01(\x0c\x12\x0e\n\x06hosts6\x18\x03 \x01(\x0c\x12\x11\n\tprefixes4\x18\x04 \x01(\x0c\x12\x11\n\tprefixes6\x18\x05 \x01(\x0c\x12\x0e\n\x06pairs4\x18\x06 \x01(\x0c\x12\x0e\n\x06pairs6\x18\x07 \x01(\x0c\"M\n\x0eWhitelistTexts\x12*\n\x05group\x18\x01 \x01(\x0b\x32\x1b.shapectl.v1.WhitelistGroup\x12\x0f\n\x07\x65ntries\x18\x02 \x03(\t\"\x8a\x01\n\x0fWhitelistChange\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x01 \x01(\x04\x12\x0f\n\x07removed\x18\x02 \x01(\x04\x12\x11\n\tunchanged\x18\x03 \x01(\x04\x12\r\n\x05total\x18\x04 \x01(\x04\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x0f\n\x07notices\x18\x06 \x03(\t\x12\x10\n\x08warnings\x18\x07 \x03(\t\"\x8e\x03\n\x16UpdateWhitelistRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12(\n\x04mode\x18\x03 \x01(\x0e\x32\x1a.shapectl.v1.WhitelistMode\x12 \n\x13\x65xpected_generation\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0eyes_everything\x18\x05 \x01(\x08\x12(\n\x03\x61\x64\x64\x18\x06 \x03(\x0b\x32\x1b.shapectl.v1.WhitelistBatch\x12+\n\x06remove\x18\x07 \x03(\x0b\x32\x1b.shapectl.v1.WhitelistBatch\x12.\n\tadd_texts\x18\x08 \x03(\x0b\x32\x1b.shapectl.v1.WhitelistTexts\x12\x31\n\x0cremove_texts\x18\t \x03(\x0b\x32\x1b.shapectl.v1.WhitelistTexts\x12\r\n\x05netns\x18\n \x01(\t\x12\x0b\n\x03why\x18\x0b \x01(\tB\x16\n\x14_expected_generation\"G\n\x17UpdateWhitelistResponse\x12,\n\x06\x63hange\x18\x01 \x01(\x0b\x32\x1c.shapectl.v1.WhitelistChange\"\x9d\x04\n\x16StreamWhitelistRequest\x12:\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32).shapectl.v1.StreamWhitelistRequest.BeginH\x00\x12>\n\x07\x62\x61tches\x18\x02 \x01(\x0b\x32+.shapectl.v1.StreamWhitelistRequest.BatchesH\x00\x12<\n\x06\x63ommit\x18\x03 \x01(\x0b\x32*.shapectl.v1.StreamWhitelistRequest.CommitH\x00\x1a\xc3\x01\n\x05\x42\x65gin\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12(\n\x04mode\x18\x03 \x01(\x0e\x32\x1a.shapectl.v1.WhitelistMode\x12 \n\x13\x65xpected_generation\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0eyes_everything\x18\x05 \x01(\x08\x12\r\n\x05netns\x18\x06 \x01(\t\x12\x0b\n\x03why\x18\x07 \x01(\tB\x16\n\x14_expected_generation\x1a`\n\x07\x42\x61tches\x12(\n\x03\x61\x64\x64\x18\x01 \x03(\x0b\x32\x1b.shapectl.v1.WhitelistBatch\x12+\n\x06remove\x18\x02 \x03(\x0b\x32\x1b.shapectl.v1.WhitelistBatch\x1a\x19\n\x06\x43ommit\x12\x0f\n\x07\x65ntries\x18\x01 \x01(\x04\x42\x06\n\x04part\"G\n\x17StreamWhitelistResponse\x12,\n\x06\x63hange\x18\x01 \x01(\x0b\x32\x1c.shapectl.v1.WhitelistChange\"\xe1\x01\n\x0cWhitelistRow\x12!\n\x05match\x18\x01 \x01(\x0e\x32\x12.shapectl.v1.Match\x12\x13\n\x06source\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x18\n\x0b\x64\x65stination\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x15\n\rtraffic_class\x18\x04 \x01(\t\x12\r\n\x05owner\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x1b\n\x0e\x65xpires_unix_s\x18\x07 \x01(\x01H\x02\x88\x01\x01\x42\t\n\x07_sourceB\x0e\n\x0c_destinationB\x11\n\x0f_expires_unix_s\"\\\n\x14ListWhitelistRequest\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\r\n\x05netns\x18\x04 \x01(\t\"|\n\x15ListWhitelistResponse\x12\'\n\x04rows\x18\x01 \x03(\x0b\x32\x19.shapectl.v1.WhitelistRow\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\r\n\x05total\x18\x04 \x01(\x04\"6\n\x15WatchWhitelistRequest\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05netns\x18\x02 \x01(\t\"K\n\x16WatchWhitelistResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x0e\n\x06unix_s\x18\x03 \x01(\x01*e\n\rWhitelistMode\x12\x1e\n\x1aWHITELIST_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14WHITELIST_MODE_MERGE\x10\x01\x12\x1a\n\x16WHITELIST_MODE_REPLACE\x10\x02\x32\x85\x03\n\x10WhitelistService\x12\\\n\x0fUpdateWhitelist\x12#.shapectl.v1.UpdateWhitelistRequest\x1a$.shapectl.v1.UpdateWhitelistResponse\x12^\n\x0fStreamWhitelist\x12#.shapectl.v1.StreamWhitelistRequest\x1a$.shapectl.v1.StreamWhitelistResponse(\x01\x12V\n\rListWhitelist\x12!.shapectl.v1.ListWhitelistRequest\x1a\".shapectl.v1.ListWhitelistResponse\x12[\n\x0eWatchWhitelist\x12\".shapectl.v1.WatchWhitelistRequest\x1a#.shapectl.v1.WatchWhitelistResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshapectl/v1/whitelist.proto\x12\x0bshapectl.v1\x1a\x18shapectl/v1/common.proto\"\x99\x01\n\x0eWhitelistGroup\x12\x15\n\rtraffic_class\x18\x01 \x01(\t\x12!\n\x05match\x18\x02 \x01(\x0e\x32\x12.shapectl.v1.Match\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x1b\n\x0e\x65xpires_unix_s\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_expires_unix_s\"\xa2\x01\n\x0eWhitelistBatch\x12*\n\x05group\x18\x01 \x01(\x0b\x32\x1b.shapectl.v1.WhitelistGroup\x12\x0e\n\x06hosts4\x18\x02 \x01(\x0c\x12\x0e\n\x06hosts6\x18\x03 \x01(\x0c\x12\x11\n\tprefixes4\x18\x04 \x01(\x0c\x12\x11\n\tprefixes6\x18\x05 \x01(\x0c\x12\x0e\n\x06pairs4\x18\x06 \x01(\x0c\x12\x0e\n\x06pairs6\x18\x07 \x01(\x0c\"M\n\x0eWhitelistTexts\x12*\n\x05group\x18\x01 \x01(\x0b\x32\x1b.shapectl.v1.WhitelistGroup\x12\x0f\n\x07\x65ntries\x18\x02 \x03(\t\"\x9b\x01\n\x0fWhitelistChange\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x01 \x01(\x04\x12\x0f\n\x07removed\x18\x02 \x01(\x04\x12\x11\n\tunchanged\x18\x03 \x01(\x04\x12\r\n\x05total\x18\x04 \x01(\x04\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x0f\n\x07notices\x18\x06 \x03(\t\x12\x10\n\x08warnings\x18\x07 \x03(\t\x12\x0f\n\x07\x63hanged\x18\x08 \x01(\x04\"\x8e\x03\n\x16UpdateWhitelistRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12(\n\x04mode\x18\x03 \x01(\x0e\x32\x1a.shapectl.v1.WhitelistMode\x12 \n\x13\x65xpected_generation\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0eyes_everything\x18\x05 \x01(\x08\x12(\n\x03\x61\x64\x64\x18\x06 \x03(\x0b\x32\x1b.shapectl.v1.WhitelistBatch\x12+\n\x06remove\x18\x07 \x03(\x0b\x32\x1b.shapectl.v1.WhitelistBatch\x12.\n\tadd_texts\x18\x08 \x03(\x0b\x32\x1b.shapectl.v1.WhitelistTexts\x12\x31\n\x0cremove_texts\x18\t \x03(\x0b\x32\x1b.shapectl.v1.WhitelistTexts\x12\r\n\x05netns\x18\n \x01(\t\x12\x0b\n\x03why\x18\x0b \x01(\tB\x16\n\x14_expected_generation\"G\n\x17UpdateWhitelistResponse\x12,\n\x06\x63hange\x18\x01 \x01(\x0b\x32\x1c.shapectl.v1.WhitelistChange\"\x9d\x04\n\x16StreamWhitelistRequest\x12:\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32).shapectl.v1.StreamWhitelistRequest.BeginH\x00\x12>\n\x07\x62\x61tches\x18\x02 \x01(\x0b\x32+.shapectl.v1.StreamWhitelistRequest.BatchesH\x00\x12<\n\x06\x63ommit\x18\x03 \x01(\x0b\x32*.shapectl.v1.StreamWhitelistRequest.CommitH\x00\x1a\xc3\x01\n\x05\x42\x65gin\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12(\n\x04mode\x18\x03 \x01(\x0e\x32\x1a.shapectl.v1.WhitelistMode\x12 \n\x13\x65xpected_generation\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0eyes_everything\x18\x05 \x01(\x08\x12\r\n\x05netns\x18\x06 \x01(\t\x12\x0b\n\x03why\x18\x07 \x01(\tB\x16\n\x14_expected_generation\x1a`\n\x07\x42\x61tches\x12(\n\x03\x61\x64\x64\x18\x01 \x03(\x0b\x32\x1b.shapectl.v1.WhitelistBatch\x12+\n\x06remove\x18\x02 \x03(\x0b\x32\x1b.shapectl.v1.WhitelistBatch\x1a\x19\n\x06\x43ommit\x12\x0f\n\x07\x65ntries\x18\x01 \x01(\x04\x42\x06\n\x04part\"G\n\x17StreamWhitelistResponse\x12,\n\x06\x63hange\x18\x01 \x01(\x0b\x32\x1c.shapectl.v1.WhitelistChange\"\xe1\x01\n\x0cWhitelistRow\x12!\n\x05match\x18\x01 \x01(\x0e\x32\x12.shapectl.v1.Match\x12\x13\n\x06source\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x18\n\x0b\x64\x65stination\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x15\n\rtraffic_class\x18\x04 \x01(\t\x12\r\n\x05owner\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x1b\n\x0e\x65xpires_unix_s\x18\x07 \x01(\x01H\x02\x88\x01\x01\x42\t\n\x07_sourceB\x0e\n\x0c_destinationB\x11\n\x0f_expires_unix_s\"\\\n\x14ListWhitelistRequest\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\r\n\x05netns\x18\x04 \x01(\t\"|\n\x15ListWhitelistResponse\x12\'\n\x04rows\x18\x01 \x03(\x0b\x32\x19.shapectl.v1.WhitelistRow\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\r\n\x05total\x18\x04 \x01(\x04\"6\n\x15WatchWhitelistRequest\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05netns\x18\x02 \x01(\t\"K\n\x16WatchWhitelistResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\r\n\x05total\x18\x02 \x01(\x04\x12\x0e\n\x06unix_s\x18\x03 \x01(\x01*e\n\rWhitelistMode\x12\x1e\n\x1aWHITELIST_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14WHITELIST_MODE_MERGE\x10\x01\x12\x1a\n\x16WHITELIST_MODE_REPLACE\x10\x02\x32\x85\x03\n\x10WhitelistService\x12\\\n\x0fUpdateWhitelist\x12#.shapectl.v1.UpdateWhitelistRequest\x1a$.shapectl.v1.UpdateWhitelistResponse\x12^\n\x0fStreamWhitelist\x12#.shapectl.v1.StreamWhitelistRequest\x1a$.shapectl.v1.StreamWhitelistResponse(\x01\x12V\n\rListWhitelist\x12!.shapectl.v1.ListWhitelistRequest\x1a\".shapectl.v1.ListWhitelistResponse\x12[\n\x0eWatchWhitelist\x12\".shapectl.v1.WatchWhitelistRequest\x1a#.shapectl.v1.WatchWhitelistResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shapectl.v1.whitelist_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WHITELISTMODE']._serialized_start=2283
-  _globals['_WHITELISTMODE']._serialized_end=2384
+  _globals['_WHITELISTMODE']._serialized_start=2300
+  _globals['_WHITELISTMODE']._serialized_end=2401
   _globals['_WHITELISTGROUP']._serialized_start=71
   _globals['_WHITELISTGROUP']._serialized_end=224
   _globals['_WHITELISTBATCH']._serialized_start=227
@@ -42,31 +42,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WHITELISTTEXTS']._serialized_start=391
   _globals['_WHITELISTTEXTS']._serialized_end=468
   _globals['_WHITELISTCHANGE']._serialized_start=471
-  _globals['_WHITELISTCHANGE']._serialized_end=609
-  _globals['_UPDATEWHITELISTREQUEST']._serialized_start=612
-  _globals['_UPDATEWHITELISTREQUEST']._serialized_end=1010
-  _globals['_UPDATEWHITELISTRESPONSE']._serialized_start=1012
-  _globals['_UPDATEWHITELISTRESPONSE']._serialized_end=1083
-  _globals['_STREAMWHITELISTREQUEST']._serialized_start=1086
-  _globals['_STREAMWHITELISTREQUEST']._serialized_end=1627
-  _globals['_STREAMWHITELISTREQUEST_BEGIN']._serialized_start=1299
-  _globals['_STREAMWHITELISTREQUEST_BEGIN']._serialized_end=1494
-  _globals['_STREAMWHITELISTREQUEST_BATCHES']._serialized_start=1496
-  _globals['_STREAMWHITELISTREQUEST_BATCHES']._serialized_end=1592
-  _globals['_STREAMWHITELISTREQUEST_COMMIT']._serialized_start=1594
-  _globals['_STREAMWHITELISTREQUEST_COMMIT']._serialized_end=1619
-  _globals['_STREAMWHITELISTRESPONSE']._serialized_start=1629
-  _globals['_STREAMWHITELISTRESPONSE']._serialized_end=1700
-  _globals['_WHITELISTROW']._serialized_start=1703
-  _globals['_WHITELISTROW']._serialized_end=1928
-  _globals['_LISTWHITELISTREQUEST']._serialized_start=1930
-  _globals['_LISTWHITELISTREQUEST']._serialized_end=2022
-  _globals['_LISTWHITELISTRESPONSE']._serialized_start=2024
-  _globals['_LISTWHITELISTRESPONSE']._serialized_end=2148
-  _globals['_WATCHWHITELISTREQUEST']._serialized_start=2150
-  _globals['_WATCHWHITELISTREQUEST']._serialized_end=2204
-  _globals['_WATCHWHITELISTRESPONSE']._serialized_start=2206
-  _globals['_WATCHWHITELISTRESPONSE']._serialized_end=2281
-  _globals['_WHITELISTSERVICE']._serialized_start=2387
-  _globals['_WHITELISTSERVICE']._serialized_end=2776
+  _globals['_WHITELISTCHANGE']._serialized_end=626
+  _globals['_UPDATEWHITELISTREQUEST']._serialized_start=629
+  _globals['_UPDATEWHITELISTREQUEST']._serialized_end=1027
+  _globals['_UPDATEWHITELISTRESPONSE']._serialized_start=1029
+  _globals['_UPDATEWHITELISTRESPONSE']._serialized_end=1100
+  _globals['_STREAMWHITELISTREQUEST']._serialized_start=1103
+  _globals['_STREAMWHITELISTREQUEST']._serialized_end=1644
+  _globals['_STREAMWHITELISTREQUEST_BEGIN']._serialized_start=1316
+  _globals['_STREAMWHITELISTREQUEST_BEGIN']._serialized_end=1511
+  _globals['_STREAMWHITELISTREQUEST_BATCHES']._serialized_start=1513
+  _globals['_STREAMWHITELISTREQUEST_BATCHES']._serialized_end=1609
+  _globals['_STREAMWHITELISTREQUEST_COMMIT']._serialized_start=1611
+  _globals['_STREAMWHITELISTREQUEST_COMMIT']._serialized_end=1636
+  _globals['_STREAMWHITELISTRESPONSE']._serialized_start=1646
+  _globals['_STREAMWHITELISTRESPONSE']._serialized_end=1717
+  _globals['_WHITELISTROW']._serialized_start=1720
+  _globals['_WHITELISTROW']._serialized_end=1945
+  _globals['_LISTWHITELISTREQUEST']._serialized_start=1947
+  _globals['_LISTWHITELISTREQUEST']._serialized_end=2039
+  _globals['_LISTWHITELISTRESPONSE']._serialized_start=2041
+  _globals['_LISTWHITELISTRESPONSE']._serialized_end=2165
+  _globals['_WATCHWHITELISTREQUEST']._serialized_start=2167
+  _globals['_WATCHWHITELISTREQUEST']._serialized_end=2221
+  _globals['_WATCHWHITELISTRESPONSE']._serialized_start=2223
+  _globals['_WATCHWHITELISTRESPONSE']._serialized_end=2298
+  _globals['_WHITELISTSERVICE']._serialized_start=2404
+  _globals['_WHITELISTSERVICE']._serialized_end=2793
 # @@protoc_insertion_point(module_scope)

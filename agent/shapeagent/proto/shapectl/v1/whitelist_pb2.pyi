@@ -59,7 +59,7 @@ class WhitelistTexts(_message.Message):
     def __init__(self, group: _Optional[_Union[WhitelistGroup, _Mapping]] = ..., entries: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WhitelistChange(_message.Message):
-    __slots__ = ("added", "removed", "unchanged", "total", "generation", "notices", "warnings")
+    __slots__ = ("added", "removed", "unchanged", "total", "generation", "notices", "warnings", "changed")
     ADDED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     UNCHANGED_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class WhitelistChange(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     NOTICES_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
     added: int
     removed: int
     unchanged: int
@@ -74,7 +75,8 @@ class WhitelistChange(_message.Message):
     generation: int
     notices: _containers.RepeatedScalarFieldContainer[str]
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, added: _Optional[int] = ..., removed: _Optional[int] = ..., unchanged: _Optional[int] = ..., total: _Optional[int] = ..., generation: _Optional[int] = ..., notices: _Optional[_Iterable[str]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    changed: int
+    def __init__(self, added: _Optional[int] = ..., removed: _Optional[int] = ..., unchanged: _Optional[int] = ..., total: _Optional[int] = ..., generation: _Optional[int] = ..., notices: _Optional[_Iterable[str]] = ..., warnings: _Optional[_Iterable[str]] = ..., changed: _Optional[int] = ...) -> None: ...
 
 class UpdateWhitelistRequest(_message.Message):
     __slots__ = ("request_id", "device", "mode", "expected_generation", "yes_everything", "add", "remove", "add_texts", "remove_texts", "netns", "why")

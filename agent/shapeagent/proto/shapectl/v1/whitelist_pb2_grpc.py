@@ -40,7 +40,9 @@ class WhitelistServiceStub:
     pairs6     N × 32   | source | destination |
 
     Addresses are canonical: no host bits, IPv4-mapped IPv6 (::ffff:0:0/96) as
-    IPv4. Anything else refuses the whole request, with the first 20 bad items.
+    IPv4. Anything else refuses the whole request, with the first 20 bad items,
+    by batch (from 1; each field of bytes that is not empty counts) and item
+    (from 0).
     Pairs stand in groups of MATCH_PAIR, and nothing else does.
     """
 
@@ -86,7 +88,9 @@ class WhitelistServiceServicer:
     pairs6     N × 32   | source | destination |
 
     Addresses are canonical: no host bits, IPv4-mapped IPv6 (::ffff:0:0/96) as
-    IPv4. Anything else refuses the whole request, with the first 20 bad items.
+    IPv4. Anything else refuses the whole request, with the first 20 bad items,
+    by batch (from 1; each field of bytes that is not empty counts) and item
+    (from 0).
     Pairs stand in groups of MATCH_PAIR, and nothing else does.
     """
 
@@ -164,7 +168,9 @@ class WhitelistService:
     pairs6     N × 32   | source | destination |
 
     Addresses are canonical: no host bits, IPv4-mapped IPv6 (::ffff:0:0/96) as
-    IPv4. Anything else refuses the whole request, with the first 20 bad items.
+    IPv4. Anything else refuses the whole request, with the first 20 bad items,
+    by batch (from 1; each field of bytes that is not empty counts) and item
+    (from 0).
     Pairs stand in groups of MATCH_PAIR, and nothing else does.
     """
 
