@@ -261,6 +261,8 @@ class FakeEngine:
         self, device: str, after: str | None = None, limit: int = 1000
     ) -> WhitelistPage:
         self._note("whitelist_page", device, after)
+        if after is not None and not (after.isascii() and after.isdigit()):
+            raise InputError("bad-page", f"{after!r} begins no page.")
         start = int(after or 0)
         keys = list(self.entries)[start : start + limit]
         rows = tuple(self.row(one) for one in keys)

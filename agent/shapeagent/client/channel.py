@@ -44,7 +44,7 @@ _SERVICE_CONFIG = {
         }
     ]
 }
-_OPTIONS: Sequence[tuple[str, Any]] = (
+OPTIONS: Sequence[tuple[str, Any]] = (
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
     ("grpc.keepalive_time_ms", 30_000),
@@ -63,7 +63,7 @@ def open_channel(address: AgentAddress, tls: TlsFiles | None = None) -> Any:
     """
     if address.is_unix:
         # the name that would else stand in :authority is the socket's path, escaped
-        options = (*_OPTIONS, ("grpc.default_authority", "localhost"))
+        options = (*OPTIONS, ("grpc.default_authority", "localhost"))
         return grpc.insecure_channel(address.target, options=options)
     if tls is None:
         raise InputError(
@@ -76,7 +76,7 @@ def open_channel(address: AgentAddress, tls: TlsFiles | None = None) -> Any:
         private_key=_read(tls.key),
         certificate_chain=_read(tls.certificate),
     )
-    return grpc.secure_channel(address.target, credentials, options=_OPTIONS)
+    return grpc.secure_channel(address.target, credentials, options=OPTIONS)
 
 
 def _read(path: Path) -> bytes:

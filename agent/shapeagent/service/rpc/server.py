@@ -62,7 +62,7 @@ FOREIGN_SERVICES = (
 )
 SERVICE_NAMES = tuple(one.full_name for one in (*SERVICES, *FOREIGN_SERVICES))
 
-_OPTIONS: Sequence[tuple[str, int]] = (
+OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
     ("grpc.max_send_message_length", MAX_SEND_BYTES),
     ("grpc.max_metadata_size", 8 << 10),
@@ -162,7 +162,7 @@ class RpcServers:
         server = grpc.server(
             ThreadPoolExecutor(_WORKERS, thread_name_prefix="rpc"),
             interceptors=(guard,),
-            options=_OPTIONS,
+            options=OPTIONS,
             maximum_concurrent_rpcs=_MAX_RPCS,
         )
         shaper_pb2_grpc.add_ShaperServiceServicer_to_server(self._shaper, server)
