@@ -61,13 +61,29 @@ class EventLog:
         """The sequence number of the newest event, 0 before the first."""
         return self._last
 
-    def after(self, sequence: int, timeout_s: float = 0.0) -> tuple[tuple[Event, ...], int]:
+    def wake(self) -> None:
+        """Let everyone who waits look whether they still want to."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def after(
+        self,
+        sequence: int,
+        timeout_s: float = 0.0,
+        *,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> tuple[tuple[Event, ...], int]:
         """Return (events after a sequence number, how many of them are no longer kept).
 
         Waits at most `timeout_s` for the first; returns none at its end or at `close`.
+
+        Args:
+            wanted: asked at each event and `wake`; False ends the waiting.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._last > sequence or self._closed, timeout_s)
+            self._changed.wait_for(
+                lambda: self._last > sequence or self._closed or not wanted(), timeout_s
+            )
             found = tuple(one for one in self._events if one.sequence > sequence)
             first = found[0].sequence if found else self._last + 1
             return found, max(0, first - 1 - max(0, sequence))

@@ -127,7 +127,16 @@ class Events(Protocol):
     def add(self, kind: str, device: str, text: str, **details: str) -> Event:
         """Return the event that was added."""
 
-    def after(self, sequence: int, timeout_s: float = 0.0) -> tuple[tuple[Event, ...], int]:
+    def wake(self) -> None:
+        """Let everyone who waits look whether they still want to."""
+
+    def after(
+        self,
+        sequence: int,
+        timeout_s: float = 0.0,
+        *,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> tuple[tuple[Event, ...], int]:
         """Return (events after a sequence number, how many of them are no longer kept)."""
 
 

@@ -18,8 +18,7 @@ from shapeagent.service.rpc.contracts import Events
 from shapeagent.service.rpc.guard import Call
 from shapeagent.telemetry.events import Event
 
-_ASK_EVERY_S = 10.0  # whether the caller still may
-_POLL_S = 0.5  # how soon a stream notices that its client has gone or the server stops
+ASK_EVERY_S = 10.0  # whether the caller still may
 
 
 class EventServicer:
@@ -57,12 +56,18 @@ def follow(events: Events, call: Call, after: int) -> Iterator[Event]:
     Raises: ConflictError slow-client: the log has overtaken it. PrivilegeError: its certificate
         has ended, or its role was taken away.
     """
-    ask_at_s = time.monotonic() + _ASK_EVERY_S
-    while call.context.is_active():
+    context = call.context
+    context.add_callback(events.wake)  # its client goes, or the server stops
+    ask_at_s = time.monotonic() + ASK_EVERY_S
+    while context.is_active():
+        found, lost = events.after(
+            after, max(0.0, ask_at_s - time.monotonic()), wanted=context.is_active
+        )
         if time.monotonic() >= ask_at_s:
             call.admit()
-            ask_at_s = time.monotonic() + _ASK_EVERY_S
-        found, lost = events.after(after, _POLL_S)
+            ask_at_s = time.monotonic() + ASK_EVERY_S
+        elif not found:
+            return  # the client has gone, or the log is closed
         if lost:
             raise ConflictError(
                 "slow-client",
