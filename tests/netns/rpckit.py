@@ -145,6 +145,7 @@ class FakeEngine:
     hold: threading.Event = field(default_factory=threading.Event)
     raises: BaseException | None = None
     ceiling_bits_per_s: int = 20_000_000
+    keeps: bool = True  # False: entries are counted and not kept
 
     def __post_init__(self) -> None:
         self.hold.set()
@@ -247,6 +248,8 @@ class FakeEngine:
             raise ConflictError("generation-differs", f"It is at {self.generation}.")
         check_batches(remove, float("-inf"))
         check_batches(add, time.time())
+        if not self.keeps:
+            return WhitelistChange(sum(one.count for one in add), 0, 0, 0, 1, (), ())
         before = {} if replace else dict(self.entries)
         for batch, key in _keys(remove):
             before.pop((batch.match, batch.kind, key), None)
