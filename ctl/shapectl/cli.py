@@ -33,6 +33,7 @@ _COMMANDS = {
     "confirm": "confirm",
     "detach": "detach",
     "status": "status",
+    "events": "events",
     "residue": "residue",
     "panic-off": "panic_off",
     "doctor": "doctor",

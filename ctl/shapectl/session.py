@@ -47,10 +47,22 @@ class Session:
             FailedError: agent-unreachable.
             UnsupportedError: package-missing, where a Python package is absent.
         """
+        with self.remote_engine() as remote:
+            if remote is not None:
+                yield remote
+                return
+        with self.local_engine() as engine:
+            yield engine
+
+    @contextmanager
+    def remote_engine(self) -> Iterator[RemoteEngine | None]:
+        """Give the engine of the agent that `engine` would ask, None where there is none.
+
+        Raises: as `engine`.
+        """
         address = self._agent_address()
         if address is None:
-            with self.local_engine() as engine:
-                yield engine
+            yield None
             return
         try:
             from shapeagent.client.address import TlsFiles

@@ -23,6 +23,7 @@ from shapeagent.client import local
 from shapeagent.client.address import AgentAddress, TlsFiles, parse_address
 from shapeagent.client.channel import open_channel
 from shapeagent.client.packing import MOST_IN_BATCH, pack
+from shapeagent.client.remote import RemoteEngine
 from shapeagent.model.errors import InputError
 from shapeagent.policy.whitelist import LineDefaults, parse_entry
 from shapeagent.service.rpc.contracts import Role
@@ -351,3 +352,59 @@ def test_packing_bounds_its_batches() -> None:
     found = [len(one.hosts6) // 16 for one in pack(many)]
     assert found == [MOST_IN_BATCH, 1], f"got {found}"
     assert all(one.ByteSize() < 4 << 20 for one in pack(many))
+
+
+# --- events
+
+
+def test_events_as_lines(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    address = service.address(Role.OBSERVER).target
+    assert main(["events", "--agent", address]) == 0
+    assert capsys.readouterr().out == "", "got events, want none yet"
+    service.events.add("attached", "eth1", "profile htb", who="unix:admin")
+    service.events.add("put-back", "eth2", "the \x1b[31mqdisc\nof another")
+    assert main(["events", "--agent", address]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].endswith("profile htb (by unix:admin)"), f"got {out}"
+    assert "\x1b" not in out, f"got {out!r}"
+    assert len(out.splitlines()) == 2, f"got {out!r}"
+    assert main(["events", "--agent", address, "--kind", "put-back", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["device"] == "eth2"
+    assert main(["events", "--agent", address, "--device", "eth9"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_events_want_an_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "RUN_DIR", tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    code, found = run_json(capsys, "events")
+    assert (code, found["error"]) == (5, "no-agent")
+
+
+def test_events_that_are_followed_go_on_after_a_restart(tmp_path: Path, engine: FakeEngine) -> None:
+    """C110: none twice, and those of the new run from its first."""
+    found: list[str] = []
+    with serving(tmp_path, engine) as first:
+        remote = RemoteEngine(first.address())
+        first.events.add("x", "", "one")
+        watched = remote.events(follow=True)
+        found.append(next(watched).text)
+        first.events.add("x", "", "two")
+        found.append(next(watched).text)
+    with serving(tmp_path, engine) as second:
+        second.events.add("x", "", "three")
+        second.events.add("x", "", "four")
+        found += [next(watched).text, next(watched).text]
+        del watched
+    remote.close()
+    assert found == ["one", "two", "three", "four"]
+
+
+def test_an_agent_that_was_never_there_is_not_waited_for(tmp_path: Path) -> None:
+    remote = RemoteEngine(AgentAddress(f"unix:{tmp_path}/none"), timeout_s=2.0)
+    with pytest.raises(Exception, match="No agent answers"):
+        next(remote.events(follow=True))
+    remote.close()

@@ -15,6 +15,7 @@ from shapeagent.client.address import AgentAddress, TlsFiles
 from shapeagent.client.connection import Connection, fresh_id
 from shapeagent.client.files import read_bytes, read_text
 from shapeagent.client.messages import from_message, word_number
+from shapeagent.client.remoteevents import RemoteEvents
 from shapeagent.client.remotelist import RemoteWhitelist
 from shapeagent.model.errors import InputError
 from shapeagent.model.reports import (
@@ -25,6 +26,7 @@ from shapeagent.model.reports import (
     DetachReport,
     ExplainRequest,
     Explanation,
+    Happened,
     InterfaceStatus,
     PolicyDocument,
     ResidueReport,
@@ -34,8 +36,6 @@ from shapeagent.model.reports import (
 from shapeagent.model.types import WhitelistEntry
 from shapeagent.proto.shapectl.v1 import (
     common_pb2,
-    event_pb2,
-    event_pb2_grpc,
     policy_pb2,
     policy_pb2_grpc,
     shaper_pb2,
@@ -73,7 +73,7 @@ class RemoteEngine:
         channel = self._connection.channel
         self._shaper = shaper_pb2_grpc.ShaperServiceStub(channel)
         self._policy = policy_pb2_grpc.PolicyServiceStub(channel)
-        self._events = event_pb2_grpc.EventServiceStub(channel)
+        self._events = RemoteEvents(self._connection)
         self._whitelist = RemoteWhitelist(self._connection, self._netns, why)
 
     def close(self) -> None:
@@ -195,15 +195,14 @@ class RemoteEngine:
                 for one in answer.explanations:
                     yield from_message(one, Explanation)
 
-    def watch_events(
-        self, device: str | None = None, *, kinds: Sequence[str] = ()
-    ) -> Iterator[event_pb2.Event]:
-        """Yield events as they happen, until the agent ends the stream."""
-        wanted = event_pb2.WatchEventsRequest(device=device or "", kinds=kinds)
-        with self._connection.named_errors():
-            for answer in self._events.WatchEvents(wanted):
-                if answer.HasField("event"):
-                    yield answer.event
+    def events(
+        self, device: str | None = None, *, kinds: Sequence[str] = (), follow: bool = False
+    ) -> Iterator[Happened]:
+        """Yield the events that the agent remembers, and where asked to, each new one.
+
+        See `RemoteEvents.watch`.
+        """
+        return self._events.watch(device or "", kinds, follow=follow)
 
     # --- ceilings
 

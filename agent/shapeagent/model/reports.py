@@ -242,6 +242,19 @@ class WhitelistExpiry:
     next_unix_s: float | None  # when the next entry ends
 
 
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """One event of an agent. `lost`: so many before it are no longer remembered."""
+
+    sequence: int  # 1, 2, … of one run of the agent
+    unix_s: float
+    kind: str  # kebab-case, stable: "attached", "put-back", "whitelist-changed"
+    device: str  # "" where it concerns no interface
+    text: str
+    details: dict[str, str]
+    lost: int
+
+
 class Severity(StrEnum):
     """How bad a finding is; only an error makes `doctor` exit with 1."""
 

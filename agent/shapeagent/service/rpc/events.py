@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shapeagent.client.messages import to_message
 from shapeagent.model.errors import ConflictError
@@ -42,7 +42,10 @@ class EventServicer:
             after += lost
         yield pb.WatchEventsResponse(run_id=self.run_id, lost=lost)
         kinds = frozenset(request.kinds)
-        for event in follow(self._events, call, after):
+        source: Iterable[Event] = follow(self._events, call, after)
+        if request.only_remembered:
+            source = self._events.after(after)[0]
+        for event in source:
             if request.device and event.device != request.device:
                 continue
             if kinds and event.kind not in kinds:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17shapectl/v1/event.proto\x12\x0bshapectl.v1\"\xb7\x01\n\x05\x45vent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06unix_s\x18\x02 \x01(\x01\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x30\n\x07\x64\x65tails\x18\x06 \x03(\x0b\x32\x1f.shapectl.v1.Event.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"s\n\x12WatchEventsRequest\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05kinds\x18\x02 \x03(\t\x12\x1b\n\x0e\x61\x66ter_sequence\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06run_id\x18\x04 \x01(\tB\x11\n\x0f_after_sequence\"e\n\x13WatchEventsResponse\x12&\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x12.shapectl.v1.EventH\x00\x88\x01\x01\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04lost\x18\x03 \x01(\x04\x42\x08\n\x06_event2b\n\x0c\x45ventService\x12R\n\x0bWatchEvents\x12\x1f.shapectl.v1.WatchEventsRequest\x1a .shapectl.v1.WatchEventsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17shapectl/v1/event.proto\x12\x0bshapectl.v1\"\xb7\x01\n\x05\x45vent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06unix_s\x18\x02 \x01(\x01\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x30\n\x07\x64\x65tails\x18\x06 \x03(\x0b\x32\x1f.shapectl.v1.Event.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8c\x01\n\x12WatchEventsRequest\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05kinds\x18\x02 \x03(\t\x12\x1b\n\x0e\x61\x66ter_sequence\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x17\n\x0fonly_remembered\x18\x05 \x01(\x08\x42\x11\n\x0f_after_sequence\"e\n\x13WatchEventsResponse\x12&\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x12.shapectl.v1.EventH\x00\x88\x01\x01\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x0c\n\x04lost\x18\x03 \x01(\x04\x42\x08\n\x06_event2b\n\x0c\x45ventService\x12R\n\x0bWatchEvents\x12\x1f.shapectl.v1.WatchEventsRequest\x1a .shapectl.v1.WatchEventsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,10 +38,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EVENT']._serialized_end=224
   _globals['_EVENT_DETAILSENTRY']._serialized_start=178
   _globals['_EVENT_DETAILSENTRY']._serialized_end=224
-  _globals['_WATCHEVENTSREQUEST']._serialized_start=226
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=341
-  _globals['_WATCHEVENTSRESPONSE']._serialized_start=343
-  _globals['_WATCHEVENTSRESPONSE']._serialized_end=444
-  _globals['_EVENTSERVICE']._serialized_start=446
-  _globals['_EVENTSERVICE']._serialized_end=544
+  _globals['_WATCHEVENTSREQUEST']._serialized_start=227
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=367
+  _globals['_WATCHEVENTSRESPONSE']._serialized_start=369
+  _globals['_WATCHEVENTSRESPONSE']._serialized_end=470
+  _globals['_EVENTSERVICE']._serialized_start=472
+  _globals['_EVENTSERVICE']._serialized_end=570
 # @@protoc_insertion_point(module_scope)

@@ -31,16 +31,18 @@ class Event(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., unix_s: _Optional[float] = ..., kind: _Optional[str] = ..., device: _Optional[str] = ..., text: _Optional[str] = ..., details: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class WatchEventsRequest(_message.Message):
-    __slots__ = ("device", "kinds", "after_sequence", "run_id")
+    __slots__ = ("device", "kinds", "after_sequence", "run_id", "only_remembered")
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
     AFTER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    ONLY_REMEMBERED_FIELD_NUMBER: _ClassVar[int]
     device: str
     kinds: _containers.RepeatedScalarFieldContainer[str]
     after_sequence: int
     run_id: str
-    def __init__(self, device: _Optional[str] = ..., kinds: _Optional[_Iterable[str]] = ..., after_sequence: _Optional[int] = ..., run_id: _Optional[str] = ...) -> None: ...
+    only_remembered: bool
+    def __init__(self, device: _Optional[str] = ..., kinds: _Optional[_Iterable[str]] = ..., after_sequence: _Optional[int] = ..., run_id: _Optional[str] = ..., only_remembered: _Optional[bool] = ...) -> None: ...
 
 class WatchEventsResponse(_message.Message):
     __slots__ = ("event", "run_id", "lost")
