@@ -214,6 +214,30 @@ def lookup(fd: int, key: bytes, value_bytes: int) -> bytes | None:
     return value_buffer.raw
 
 
+def lookup_batch(fd: int, count: int, value_bytes: int) -> bytes | None:
+    """Return the values of the first `count` elements of an array, end to end.
+
+    None where the kernel has no batches for such a map (per-CPU arrays: 5.13),
+    or gave fewer. Per-CPU maps: `value_bytes` × possible CPUs.
+    """
+    place = ctypes.create_string_buffer(8)
+    keys = ctypes.create_string_buffer(4 * count)
+    values = ctypes.create_string_buffer(value_bytes * count)
+    attr = _Attr(56)
+    struct.pack_into(
+        "=QQQQIIQQ", attr, 0, 0, _address(place), _address(keys), _address(values), count, fd, 0, 0
+    )
+    try:
+        bpf_call(_MAP_LOOKUP_BATCH, attr)
+    except OSError as error:
+        if error.errno == errno.EPERM:
+            raise_named(error, "look up map entries")
+        if error.errno != errno.ENOENT:  # which says that this was the end of the map
+            return None
+    (found,) = struct.unpack_from("=I", attr, 32)
+    return values.raw if found == count else None
+
+
 def update(fd: int, key: bytes, value: bytes, flags: int = 0) -> None:
     """Write one entry; returns after the RCU grace period for arrays of maps.
 

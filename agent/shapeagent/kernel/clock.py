@@ -33,17 +33,21 @@ _CONTEXT_BYTES = 192
 
 
 class JiffiesClock:
-    """Reads jiffies; holds one program descriptor until it is closed."""
+    """Reads jiffies; holds one program descriptor from the first read until it is closed."""
 
     def __init__(self) -> None:
-        self._fd, _log = bpf.load_program("shp_clock", _CODE)
+        self._fd: int | None = None
 
     def read(self) -> int:
         """Return the jiffies now."""
+        if self._fd is None:  # 0.5 ms, and most looks at an attachment need no clock
+            self._fd, _log = bpf.load_program("shp_clock", _CODE)
         run = bpf.run_program(self._fd, _FRAME, context=bytes(_CONTEXT_BYTES))
         jiffies: int = struct.unpack_from("=Q", run.context, _CB)[0]
         return jiffies
 
     def close(self) -> None:
         """Close the descriptor."""
-        os.close(self._fd)
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from shapeagent.kernel import abi, bpf, lists
 from shapeagent.kernel.maps import (
     CODE_SLOTS,
+    read_all_percpu_u64,
     read_array,
     read_percpu_u64,
     reason_counts,
@@ -293,6 +294,13 @@ class Datapath:
         slot = direction * abi.SHP_MAX_CLASSES + number
         values = read_percpu_u64(self.maps["counts"], slot, _COUNT_FIELDS, self._cpus)
         return ClassCount(*values[:7])
+
+    def counts(self) -> tuple[list[ClassCount], list[ClassCount]]:
+        """Return the counters of all classes, egress and ingress, by their numbers."""
+        slots = 2 * abi.SHP_MAX_CLASSES
+        rows = read_all_percpu_u64(self.maps["counts"], slots, _COUNT_FIELDS, self._cpus)
+        found = [ClassCount(*row[:7]) for row in rows]
+        return found[: abi.SHP_MAX_CLASSES], found[abi.SHP_MAX_CLASSES :]
 
     def reasons(self, direction: int) -> dict[str, int]:
         """Return code name → packets in one direction."""

@@ -34,6 +34,7 @@ from shapeagent.kernel.rtnl import (
     parse_attributes,
     parse_tc,
     parse_text,
+    tc_index,
 )
 from shapeagent.model.errors import (
     ConflictError,
@@ -466,11 +467,11 @@ def _read_hardware_classes(rtnl: Rtnl, name: str, index: int) -> int:
     only the namespace it was mounted in: elsewhere mqprio is all we can see.
     """
     try:
-        bodies = rtnl.dump(RTM_GETQDISC, build_tc(index))
+        bodies = rtnl.dump(RTM_GETQDISC, build_tc(0))  # the kernel gives those of all devices
     except OSError as error:
         raise named_error(error, "list the qdiscs", name) from error
-    for message in map(parse_tc, bodies):
-        if message.index == index and message.parent == TC_H_ROOT and message.kind == "mqprio":
+    for message in (parse_tc(body) for body in bodies if tc_index(body) == index):
+        if message.parent == TC_H_ROOT and message.kind == "mqprio":
             return message.options[0] if message.options else 0
     folder = Path("/sys/class/net", name)
     try:

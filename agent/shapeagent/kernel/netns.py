@@ -26,6 +26,7 @@ NETNS_DIR = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
 _SO_NETNS_COOKIE = 71  # linux/uapi asm-generic/socket.h, since 5.14
 
+_entered = threading.local()  # `name`: which namespace a thread of ours is in
 _libc = ctypes.CDLL(None, use_errno=True)
 _T = TypeVar("_T")
 
@@ -42,13 +43,14 @@ def run_in_netns(netns: str | None, function: Callable[[], _T]) -> _T:
     """Return what `function` returns when it runs in the named network namespace.
 
     Args:
-        netns: a name under /run/netns; None runs it right here.
+        netns: a name under /run/netns; None runs it right here, and so does
+            that of the namespace which this thread was started to enter.
     Raises: InputError no-such-netns; PrivilegeError missing-capability;
         whatever `function` raises.
     Effects: `function` runs in a thread of its own; the caller's threads stay
         in their namespace.
     """
-    if netns is None:
+    if netns is None or netns == getattr(_entered, "name", None):
         return function()
     descriptor = _open_netns(netns)
     try:
@@ -115,6 +117,7 @@ def _open_netns(netns: str) -> int:
 def _enter(descriptor: int, netns: str) -> None:
     if _libc.setns(descriptor, _CLONE_NEWNET):
         raise _entry_error(f"enter network namespace {netns}", ctypes.get_errno())
+    _entered.name = netns
 
 
 def _unshare() -> None:

@@ -42,6 +42,7 @@ from shapeagent.kernel.rtnl import (
     nested,
     parse_attributes,
     parse_tc,
+    tc_index,
 )
 from shapeagent.model.errors import ConflictError, FailedError
 from shapeagent.model.types import FqPlan, HtbClassPlan, LeafPlan, Profile, TreePlan
@@ -443,14 +444,19 @@ def burst_bytes(ticks: int, rate_bytes_per_s: int) -> int:
     return ticks * TICK_NS * rate_bytes_per_s // 1_000_000_000
 
 
-def _dump(rtnl: Rtnl, kind: int, index: int) -> Iterator[TcMessage]:
+def _dump(rtnl: Rtnl, kind: int, index: int) -> list[TcMessage]:
+    """Return the qdiscs or classes of a device, parsed."""
+    return rtnl.once(("tree", kind, index), lambda: _dump_now(rtnl, kind, index))
+
+
+def _dump_now(rtnl: Rtnl, kind: int, index: int) -> list[TcMessage]:
+    # of qdiscs the kernel gives those of all devices (tc_dump_qdisc()): one question for all
+    asked = 0 if kind == RTM_GETQDISC else index
     try:
-        bodies = rtnl.dump(kind, build_tc(index))
+        bodies = rtnl.dump(kind, build_tc(asked))
     except NetlinkRefusal as error:
         raise named_error(error, "read the qdisc tree", f"device {index}") from error
-    for message in map(parse_tc, bodies):
-        if message.index == index:
-            yield message
+    return [parse_tc(body) for body in bodies if tc_index(body) == index]
 
 
 def _node(message: TcMessage, *, is_class: bool) -> TreeNode:

@@ -139,6 +139,8 @@ class ClassStatus:
     over_segment_packets: int
     backlog_bytes: int | None
     queue_drops: int | None
+    queue_sent_bytes: int | None = None  # without preamble, FCS and gap
+    queue_sent_packets: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shapeagent.kernel import filters, qdisc
 from shapeagent.kernel.cgroup import find_cgroup
+from shapeagent.kernel.datapath import ClassCount
 from shapeagent.kernel.link import read_device_by_index, read_gso
 from shapeagent.model.errors import ShapeError
 from shapeagent.model.reports import ClassStatus, InterfaceStatus
-from shapeagent.model.types import DeviceFacts, Direction, Hook, Profile
+from shapeagent.model.types import DeviceFacts, Direction, Hook, Profile, RuleKind
 from shapeagent.policy.following import chooses_hardware
 from shapeagent.policy.plan import (
     TC_PRIO_BESTEFFORT,
@@ -69,26 +72,31 @@ def _is_enforced(attached: Attached, direction: Direction) -> bool:
 
 def class_status(attached: Attached, class_name: str, direction: Direction) -> ClassStatus:
     """Return one class in one direction."""
-    return _class_rows(attached, direction, only=class_name)[0]
+    counts = attached.datapath.counts()[direction.number]
+    return _class_rows(attached, direction, counts, only=class_name)[0]
 
 
 def _class_rows(
-    attached: Attached, direction: Direction, *, only: str | None = None
+    attached: Attached,
+    direction: Direction,
+    counts: Sequence[ClassCount],
+    *,
+    only: str | None = None,
 ) -> list[ClassStatus]:
     state = attached.state
     enforced = _is_enforced(attached, direction)
     queues = _queues(attached, direction)
-    now = attached.clock.read()
     rows = []
     for one in attached.policy.classes:
         if only not in (None, one.name):
             continue
-        count = attached.datapath.count(direction.number, one.number)
+        count = counts[one.number]
         ceiling = ceiling_states(state, direction)[one.name]
         left = None
         if ceiling.deadline_jiffies:
-            left = max(0, ceiling.deadline_jiffies - now) * state.kernel.jiffy_ns / 1e9
-        backlog, drops = queues.get(one.number, (None, None))
+            left_jiffies = max(0, ceiling.deadline_jiffies - attached.clock.read())
+            left = left_jiffies * state.kernel.jiffy_ns / 1e9
+        queue = queues.get(one.number, _Queue())
         egress = direction is Direction.EGRESS
         rows.append(
             ClassStatus(
@@ -107,15 +115,27 @@ def _class_rows(
                 ce_marks=count.ce_marks,
                 no_socket_packets=count.no_socket,
                 over_segment_packets=count.over_segment,
-                backlog_bytes=backlog,
-                queue_drops=drops,
+                backlog_bytes=queue.backlog_bytes,
+                queue_drops=queue.drops,
+                queue_sent_bytes=queue.sent_bytes,
+                queue_sent_packets=queue.sent_packets,
             )
         )
     return rows
 
 
-def _queues(attached: Attached, direction: Direction) -> dict[int, tuple[int, int]]:
-    """Return class number → (backlog in bytes, drops) of the tree of a direction."""
+@dataclass(frozen=True, slots=True)
+class _Queue:
+    """What the queues of one class hold and did, twin leaf included; None without a queue."""
+
+    backlog_bytes: int | None = None
+    drops: int | None = None
+    sent_bytes: int | None = None
+    sent_packets: int | None = None
+
+
+def _queues(attached: Attached, direction: Direction) -> dict[int, _Queue]:
+    """Return class number → its queues in the tree of a direction."""
     tree = attached.tree(direction)
     if tree is None or tree.profile is Profile.EDT:  # fq has no queue per class
         return {}
@@ -132,9 +152,11 @@ def _queues(attached: Attached, direction: Direction) -> dict[int, tuple[int, in
             minors = [tree.priorities[one.name] & 0xFFFF]
         rows = [stats[minor] for minor in minors if minor in stats]
         if rows:
-            found[one.number] = (
+            found[one.number] = _Queue(
                 sum(row.backlog_bytes for row in rows),
                 sum(row.drops for row in rows),
+                sum(row.sent_bytes for row in rows),
+                sum(row.sent_packets for row in rows),
             )
     return found
 
@@ -168,7 +190,12 @@ def broken_status(key: str, netns: str | None, error: ShapeError) -> InterfaceSt
 def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
     """Return the whole status of one attachment."""
     state = attached.state
-    rows = [row for direction in Direction for row in _class_rows(attached, direction)]
+    counts = attached.datapath.counts()
+    rows = [
+        row
+        for direction in Direction
+        for row in _class_rows(attached, direction, counts[direction.number])
+    ]
     reasons = {
         direction.value: attached.datapath.reasons(direction.number) for direction in Direction
     }
@@ -300,9 +327,9 @@ def _device_warnings(attached: Attached, facts: DeviceFacts | None) -> list[str]
 
 
 def _stale_cgroups(attached: Attached) -> list[str]:
-    tables = compile_rules(attached.policy)
-    if not tables.has_cgroup:
+    if not any(rule.kind is RuleKind.CGROUP for rule in attached.policy.rules):
         return []
+    tables = compile_rules(attached.policy)
     write, _levels, _missing = rule_write(tables, find_cgroup)
     if frozenset(write.cgroups) == attached.datapath.cgroup_rules():
         return []

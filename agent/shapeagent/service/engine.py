@@ -341,8 +341,12 @@ class Engine(WhitelistCalls):
             ConflictError: "not-attached" where the named device is not.
         """
         require_privileges()
+        # in one thread that enters the namespace, where each look would start its own
+        return namespaces.run_in_netns(self.netns, lambda: self._status(device))
+
+    def _status(self, device: str | None) -> tuple[InterfaceStatus, ...]:
         found = []
-        with self.reading() as rtnl:
+        with self.reading() as rtnl, rtnl.looking():
             for key in self._keys(rtnl, device):
                 try:
                     found.append(self._status_of(rtnl, key))

@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass
 
 from shapeagent.kernel import link
-from shapeagent.kernel.abi import SHP_MAX_CLASSES
 from shapeagent.kernel.datapath import Datapath
 from shapeagent.kernel.testframe import send_test_frame
 from shapeagent.model.types import Direction
@@ -51,10 +50,11 @@ def reaches(place: Place, datapath: Datapath, before: tuple[int, int]) -> list[R
         before: bytes that the device had sent and received at the attach.
     """
     now = link.read_traffic(place.rtnl, place.index)
+    seen = _seen(datapath)
     found = []
     for direction in Direction:
         carried = now[direction.number] - before[direction.number]
-        reach = Reach(direction, place.ahead(direction), _seen(datapath, direction)[1], carried)
+        reach = Reach(direction, place.ahead(direction), seen[direction.number][1], carried)
         if reach.ahead or reach.is_hidden:
             found.append(reach)
     return found
@@ -66,20 +66,22 @@ def run(place: Place, device: str, datapath: Datapath) -> None:
     Effects: at most three frames of 60 bytes, which no bridge forwards.
     Raises: FailedError hidden.
     """
-    before = _seen(datapath, Direction.EGRESS)
+    before = _seen(datapath)[0]
     for _ in range(_TRIES):  # a queue that is full may refuse one before the hook
         if not send_test_frame(place.netns, device):
             return
-        if _seen(datapath, Direction.EGRESS) != before:
+        if _seen(datapath)[0] != before:
             return
         time.sleep(_WAIT_S)
     raise hidden_error(place, Direction.EGRESS)
 
 
-def _seen(datapath: Datapath, direction: Direction) -> tuple[int, int]:
-    """Return packets and wire bytes that came to our program of a direction."""
-    counts = [datapath.count(direction.number, one) for one in range(SHP_MAX_CLASSES)]
-    return (
-        sum(one.packets + one.drops for one in counts),
-        sum(one.wire_bytes + one.drop_wire_bytes for one in counts),
-    )
+def _seen(datapath: Datapath) -> list[tuple[int, int]]:
+    """Return packets and wire bytes that came to our program of each direction."""
+    return [
+        (
+            sum(one.packets + one.drops for one in counts),
+            sum(one.wire_bytes + one.drop_wire_bytes for one in counts),
+        )
+        for counts in datapath.counts()
+    ]
