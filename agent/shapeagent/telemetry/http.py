@@ -124,7 +124,10 @@ class MetricsServer:
             sock.close()
             raise
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="metrics-http", daemon=True
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.2},  # how long a close takes at most
+            name="metrics-http",
+            daemon=True,
         )
 
     @property
@@ -139,7 +142,10 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening, and return when no request is being answered any more."""
+        """Stop listening, and return when no request is being answered any more.
+
+        A second call does nothing.
+        """
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
@@ -311,8 +317,12 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def wait_idle(self, most_s: float) -> None:
         """Return when no connection is open, at the latest after `most_s`."""
         end_s = time.monotonic() + most_s
-        for _ in range(self._most):
+        got = [
             self._free.acquire(timeout=max(0.0, end_s - time.monotonic()))
+            for _ in range(self._most)
+        ]
+        if any(got):
+            self._free.release(sum(got))
 
 
 class _Handler(BaseHTTPRequestHandler):
