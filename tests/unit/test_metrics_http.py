@@ -21,7 +21,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from shapeagent.model.errors import ConflictError, FailedError, InputError
-from shapeagent.telemetry.http import HttpOptions, MetricsServer, TlsFiles, split_address
+from shapeagent.telemetry.http import HttpOptions, MetricsServer
+from shapeagent.telemetry.listening import TlsFiles, split_address
 from shapeagent.telemetry.metrics import MetricsPage
 from shapeagent.telemetry.passwords import PasswordTable, hash_password
 from tests.unit.statuskit import interface_status

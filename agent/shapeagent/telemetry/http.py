@@ -10,13 +10,10 @@ with these limits, and the library makes the page (`MetricsPage`).
 from __future__ import annotations
 
 import contextlib
-import errno
 import gzip
 import io
-import os
 import socket
 import socketserver
-import ssl
 import sys
 import threading
 import time
@@ -24,12 +21,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from pathlib import Path
 from typing import Any
 
 from prometheus_client.exposition import gzip_accepted
 
-from shapeagent.model.errors import ConflictError, FailedError, InputError
+from shapeagent.model.errors import InputError
+from shapeagent.telemetry.listening import (
+    ReloadingTls,
+    TlsFiles,
+    is_loopback,
+    listen,
+    split_address,
+)
 from shapeagent.telemetry.metrics import MetricsPage
 from shapeagent.telemetry.passwords import PasswordTable
 
@@ -41,20 +44,6 @@ _DEADLINE_S = 10.0  # from the accept to the last byte of the answer; as Prometh
 _GZIP_LEVEL = 1  # level 9 takes three times as long for a tenth less
 _BUSY = b"HTTP/1.0 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\n\r\n"
 _PLAIN = "text/plain; charset=utf-8"
-
-
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """Certificate and key of the server; with `client_ca` only clients it signed may scrape."""
-
-    certificate: Path
-    key: Path
-    client_ca: Path | None = None
-
-    @property
-    def all(self) -> tuple[Path, ...]:
-        """The files that are there."""
-        return tuple(one for one in (self.certificate, self.key, self.client_ca) if one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +59,6 @@ class HttpOptions:
     users: Mapping[str, str] = field(default_factory=dict)
     deadline_s: float = _DEADLINE_S
     max_connections: int = _MAX_CONNECTIONS
-
-
-def split_address(text: str) -> tuple[str, int]:
-    """Return (host, port). Raises: InputError metrics-address."""
-    host, colon, port = text.rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    bad = not colon or not bare or (":" in bare and bare == host) or not port.isdecimal()
-    if bad or not port.isascii() or int(port) > 65535:
-        raise InputError(
-            "metrics-address",
-            f"{text!r} is not HOST:PORT.",
-            hint="127.0.0.1:9911, [::1]:9911, or 0.0.0.0:9911 for every address",
-        )
-    return bare, int(port)
 
 
 class MetricsServer:
@@ -110,10 +85,10 @@ class MetricsServer:
         self._limits = options
         host, port = split_address(options.address)
         passwords = PasswordTable(options.users) if options.users else None
-        tls = _ReloadingTls(options.tls, warn) if options.tls else None
-        sock = listener or _listen(host, port)
+        tls = ReloadingTls(options.tls, warn) if options.tls else None
+        sock = listener or listen(host, port)
         try:
-            if passwords and not tls and not _is_loopback(sock):
+            if passwords and not tls and not is_loopback(sock):
                 raise InputError(
                     "metrics-password-in-clear",
                     f"Passwords would cross the network in clear at {options.address}.",
@@ -153,95 +128,6 @@ class MetricsServer:
         self._server.wait_idle(self._limits.deadline_s)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    except OSError as error:
-        raise _address_error(host, port, error) from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(16)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConflictError(
-                "metrics-address-in-use",
-                f"Another program listens on {host}:{port}.",
-                hint=f"ss -ltnp 'sport = :{port}' shows which; or choose another metrics address",
-            ) from error
-        raise _address_error(host, port, error) from error
-    return sock
-
-
-def _address_error(host: str, port: int, error: OSError) -> FailedError:
-    return FailedError(
-        "metrics-address",
-        f"Cannot listen on {host}:{port}: {error.strerror or error}.",
-        hint="ip address shows the addresses of this host",
-    )
-
-
-def _is_loopback(sock: socket.socket) -> bool:
-    import ipaddress
-
-    return ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
-
-
-class _ReloadingTls:
-    """A TLS context that follows its files: a certificate is renewed without a restart (F28)."""
-
-    def __init__(self, files: TlsFiles, warn: Callable[[str], None]) -> None:
-        self._files = files
-        self._warn = warn
-        self._lock = threading.Lock()
-        self._seen = self._stamps()
-        self._context = self._load()
-
-    def context(self) -> ssl.SSLContext:
-        """Return the context of the files as they are; of the last good ones where they are not."""
-        with self._lock:
-            stamps = self._stamps()
-            if stamps != self._seen:
-                self._seen = stamps
-                try:
-                    self._context = self._load()
-                except InputError as error:
-                    self._warn(f"metrics: {error.message} The one before stays in use.")
-            return self._context
-
-    def _stamps(self) -> tuple[object, ...]:
-        found = []
-        for path in self._files.all:
-            try:
-                about = os.stat(path)
-                found.append((about.st_ino, about.st_size, about.st_mtime_ns))
-            except OSError as error:
-                found.append((error.errno or 0, 0, 0))
-        return tuple(found)
-
-    def _load(self) -> ssl.SSLContext:
-        files = self._files
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        try:
-            # a key with a passphrase must not stop the agent at a prompt
-            context.load_cert_chain(files.certificate, files.key, password=lambda: b"")
-            if files.client_ca is not None:
-                context.verify_mode = ssl.CERT_REQUIRED
-                context.load_verify_locations(files.client_ca)
-        except (OSError, ValueError) as error:
-            raise InputError(
-                "metrics-certificate",
-                f"Certificate {files.certificate} and key {files.key} cannot be used: {error}.",
-                hint="openssl x509 -noout -text -in CERTIFICATE shows the certificate",
-            ) from error
-        return context
-
-
 class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     """A thread for each connection, at most so many at once, each with one deadline."""
 
@@ -254,7 +140,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         page: MetricsPage,
         options: HttpOptions,
         passwords: PasswordTable | None,
-        tls: _ReloadingTls | None,
+        tls: ReloadingTls | None,
         is_healthy: Callable[[], bool],
         warn: Callable[[str], None],
     ) -> None:
