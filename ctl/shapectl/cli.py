@@ -33,6 +33,7 @@ _COMMANDS = {
     "confirm": "confirm",
     "detach": "detach",
     "status": "status",
+    "top": "top",
     "events": "events",
     "residue": "residue",
     "panic-off": "panic_off",

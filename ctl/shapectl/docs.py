@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from shapeagent.model import reports, schema, types
+from shapeagent.model import rates, reports, schema, types
 from shapectl import __version__
 from shapectl.cli import cli
 from shapectl.session import GLOBAL_OPTION_NAMES
@@ -38,6 +38,7 @@ _JSON_ANSWERS = (
     ("detach", "`DetachReport`"),
     ("residue", "`ResidueReport`"),
     ("status", '`{"interfaces": [InterfaceStatus, …]}`'),
+    ("top --once", '`{"interval_s": …, "interfaces": [InterfaceRates, …]}`'),
     ("events", "JSON Lines: one `Happened` per event, each on a line of its own"),
     ("doctor", "`DoctorReport`; `severity` is ok, info, warning or error"),
     ("explain", "`Explanation`"),
@@ -77,6 +78,8 @@ _JSON_TYPES: tuple[type, ...] = (
     reports.DetachReport,
     reports.InterfaceStatus,
     reports.ClassStatus,
+    rates.InterfaceRates,
+    rates.ClassRate,
     reports.Happened,
     reports.ResidueReport,
     reports.ResidueItem,
