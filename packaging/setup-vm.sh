@@ -4,8 +4,7 @@
 # apt, virtme-ng into .venv, and Debian's kernels 6.1 and 6.12. The kernels are unpacked into
 # /var/lib/shapectl/kernels and not installed, since the host would boot the newest one next.
 # Safe to run again: what is there is left alone. Undo: rm -r /var/lib/shapectl/kernels.
-# With WITH_ETCD=1 also etcd, unpacked into /var/lib/shapectl/programs: Debian's package would
-# start it as a service.
+# With WITH_ETCD=1 also etcd, by setup-programs.sh.
 #   setup-vm.sh [SERIES…]
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -13,7 +12,6 @@ cd "$root"
 as_user=packaging/as-user.sh
 python=.venv/bin/python
 kernels=/var/lib/shapectl/kernels
-programs=/var/lib/shapectl/programs
 log=build/setup-vm.log
 [ $# -gt 0 ] || set -- 6.1 6.12
 
@@ -114,17 +112,7 @@ for series in "$@"; do
 	have_kernel "$series" || fetch_kernel "$series"
 	have_kernel "$series" || die "kernel-image-missing: $series (see $log)"
 done
-if [ -n "${WITH_ETCD:-}" ] && ! PATH=$PATH:$programs/usr/bin command -v etcd >/dev/null; then
-	update_lists
-	mkdir -p "$programs"
-	need_free_mb "$programs" 300
-	work=$(mktemp -d "$programs/.new-XXXXXX")
-	say "unpack etcd-server into $programs"
-	(cd "$work" && apt-get download -q -o APT::Sandbox::User=root etcd-server) >>"$log" 2>&1 ||
-		die "apt can fetch no etcd-server (see $log)"
-	quietly dpkg-deb -x "$work"/etcd-server_*.deb "$programs"
-	rm -rf "$work"
-fi
+[ -z "${WITH_ETCD:-}" ] || packaging/setup-programs.sh etcd
 
 packaging/as-user.sh --give-back
 say "done"
