@@ -304,7 +304,11 @@ class Datapath:
 
     def reasons(self, direction: int) -> dict[str, int]:
         """Return code name → packets in one direction."""
-        return reason_counts(self.maps["reasons"], direction, self._cpus)
+        return self.all_reasons()[direction]
+
+    def all_reasons(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return code name → packets of egress and of ingress."""
+        return reason_counts(self.maps["reasons"], self._cpus)
 
     # --- explain
 

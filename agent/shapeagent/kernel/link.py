@@ -19,7 +19,6 @@ from shapeagent.kernel.rtnl import (
     NLM_F_EXCL,
     RTM_DELLINK,
     RTM_GETLINK,
-    RTM_GETQDISC,
     RTM_NEWLINK,
     TC_H_ROOT,
     NetlinkRefusal,
@@ -27,14 +26,13 @@ from shapeagent.kernel.rtnl import (
     attribute,
     attribute_text,
     attribute_u32,
-    build_tc,
     iterate_attributes,
     named_error,
     nested,
     parse_attributes,
     parse_tc,
     parse_text,
-    tc_index,
+    qdisc_bodies,
 )
 from shapeagent.model.errors import (
     ConflictError,
@@ -467,10 +465,10 @@ def _read_hardware_classes(rtnl: Rtnl, name: str, index: int) -> int:
     only the namespace it was mounted in: elsewhere mqprio is all we can see.
     """
     try:
-        bodies = rtnl.dump(RTM_GETQDISC, build_tc(0))  # the kernel gives those of all devices
+        bodies = qdisc_bodies(rtnl, index)
     except OSError as error:
         raise named_error(error, "list the qdiscs", name) from error
-    for message in (parse_tc(body) for body in bodies if tc_index(body) == index):
+    for message in map(parse_tc, bodies):
         if message.parent == TC_H_ROOT and message.kind == "mqprio":
             return message.options[0] if message.options else 0
     folder = Path("/sys/class/net", name)

@@ -373,13 +373,16 @@ def read_all_percpu_u64(fd: int, entries: int, fields: int, cpus: int) -> list[l
     step = fields * cpus
     found = []
     for begin in range(0, entries * step, step):
-        element = values[begin : begin + step]
-        found.append([sum(element[field::fields]) for field in range(fields)])
+        cpus_of_one = (values[at : at + fields] for at in range(begin, begin + step, fields))
+        found.append(list(map(sum, zip(*cpus_of_one, strict=True))))
     return found
 
 
-def reason_counts(fd: int, direction: int, cpus: int) -> dict[str, int]:
-    """Return code name → packets of one direction, zeroes left out."""
-    counts = read_all_percpu_u64(fd, 2 * CODE_SLOTS, 1, cpus)[direction * CODE_SLOTS :]
-    found = {code.label: counts[code.value][0] for code in Code}
-    return {label: packets for label, packets in found.items() if packets}
+def reason_counts(fd: int, cpus: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return code name → packets of egress and of ingress, zeroes left out."""
+    counts = read_all_percpu_u64(fd, 2 * CODE_SLOTS, 1, cpus)
+    egress, ingress = (
+        {code.label: counts[first + code][0] for code in Code if counts[first + code][0]}
+        for first in (0, CODE_SLOTS)
+    )
+    return egress, ingress

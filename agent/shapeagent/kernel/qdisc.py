@@ -42,7 +42,7 @@ from shapeagent.kernel.rtnl import (
     nested,
     parse_attributes,
     parse_tc,
-    tc_index,
+    qdisc_bodies,
 )
 from shapeagent.model.errors import ConflictError, FailedError
 from shapeagent.model.types import FqPlan, HtbClassPlan, LeafPlan, Profile, TreePlan
@@ -394,6 +394,15 @@ def is_ours(snapshot: TreeSnapshot, plan: TreePlan) -> bool:
     return found <= planned
 
 
+def configuration(rtnl: Rtnl, index: int) -> tuple[tuple[object, ...], ...]:
+    """Return all that `read_back` looks at; where it is equal, so is what `read_back` finds."""
+    return tuple(
+        (kind, message.parent, message.handle, message.kind, message.options)
+        for kind in (RTM_GETQDISC, RTM_GETTCLASS)
+        for message in _dump(rtnl, kind, index)
+    )
+
+
 def read_back(rtnl: Rtnl, index: int, plan: TreePlan, *, leaf_limits: bool = True) -> None:
     """Return when every number of the tree on the device is the planned one.
 
@@ -450,13 +459,14 @@ def _dump(rtnl: Rtnl, kind: int, index: int) -> list[TcMessage]:
 
 
 def _dump_now(rtnl: Rtnl, kind: int, index: int) -> list[TcMessage]:
-    # of qdiscs the kernel gives those of all devices (tc_dump_qdisc()): one question for all
-    asked = 0 if kind == RTM_GETQDISC else index
     try:
-        bodies = rtnl.dump(kind, build_tc(asked))
+        if kind == RTM_GETQDISC:
+            bodies = qdisc_bodies(rtnl, index)
+        else:
+            bodies = rtnl.dump(kind, build_tc(index))
     except NetlinkRefusal as error:
         raise named_error(error, "read the qdisc tree", f"device {index}") from error
-    return [parse_tc(body) for body in bodies if tc_index(body) == index]
+    return [message for message in map(parse_tc, bodies) if message.index == index]
 
 
 def _node(message: TcMessage, *, is_class: bool) -> TreeNode:

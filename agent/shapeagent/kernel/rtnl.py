@@ -157,10 +157,20 @@ def build_tc(
     return _TCMSG.pack(socket.AF_UNSPEC, index, handle, parent, info) + b"".join(attributes)
 
 
-def tc_index(body: bytes) -> int:
-    """Return the device of a traffic-control message, without parsing the rest of it."""
-    found: int = _TC_INDEX.unpack_from(body)[0]
-    return found
+def qdisc_bodies(rtnl: Rtnl, index: int) -> list[bytes]:
+    """Return the bodies of a device's qdiscs. Raises: NetlinkRefusal.
+
+    The kernel gives those of all devices, whichever is asked about
+    (tc_dump_qdisc(), net/sched/sch_api.c).
+    """
+
+    def by_index() -> dict[int, list[bytes]]:
+        found: dict[int, list[bytes]] = {}
+        for body in rtnl.dump(RTM_GETQDISC, build_tc(0)):
+            found.setdefault(_TC_INDEX.unpack_from(body)[0], []).append(body)
+        return found
+
+    return rtnl.once("qdiscs", by_index).get(index, [])
 
 
 def parse_tc(body: bytes) -> TcMessage:

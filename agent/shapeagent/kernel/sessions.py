@@ -92,6 +92,10 @@ def _server_address(connection: str) -> Address | None:
 
 def list_places(rtnl: Rtnl) -> tuple[LinkPlace, ...]:
     """Return every device of the namespace with what is above and below it."""
+    return rtnl.once("places", lambda: _list_places(rtnl))
+
+
+def _list_places(rtnl: Rtnl) -> tuple[LinkPlace, ...]:
     try:
         bodies = rtnl.dump(RTM_GETLINK, _IFINFOMSG.pack(0, 0, 0, 0, 0))
     except OSError as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,23 @@ _FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
 _MOUNT_ATTR_RDONLY = 1
 
 
+_held = threading.local()  # `root`: what `holding_sysfs` opened in this thread
+
+
+@contextlib.contextmanager
+def holding_sysfs() -> Iterator[None]:
+    """While the body runs, this thread opens the sysfs of its namespace once.
+
+    Opening costs 0.2 ms and closing more. The thread must stay in its namespace.
+    """
+    with sysfs_of_this_namespace() as root:
+        before, _held.root = getattr(_held, "root", None), root
+        try:
+            yield
+        finally:
+            _held.root = before
+
+
 @contextlib.contextmanager
 def sysfs_of_this_namespace() -> Iterator[Path]:
     """Give a folder with the sysfs of the thread's network namespace.
@@ -24,6 +42,10 @@ def sysfs_of_this_namespace() -> Iterator[Path]:
     is mounted nowhere: it hangs on a descriptor, nobody else sees it, and it
     ends with the block. Without the privilege for that it is `/sys`.
     """
+    held: Path | None = getattr(_held, "root", None)
+    if held is not None:
+        yield held
+        return
     descriptor = _open_sysfs()
     if descriptor < 0:
         yield Path("/sys")

@@ -385,7 +385,7 @@ def _attach_again(
     _refuse_other_shape(state, wanted)
     attached = Attached(engine, rtnl, store, state, store.folder.name)
     try:
-        problems = interface_status(attached, engine.netns).problems
+        problems = interface_status(attached, engine.netns, {}).problems
         if problems:
             raise ConflictError(
                 "attachment-damaged",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from shapeagent.service.hook import PROGRAMS, list_ingress_sharers
 from shapeagent.service.placement import shaped_beside
 from shapeagent.service.records import rule_write
 from shapeagent.service.selftest import Reach
+from shapeagent.service.state import CeilingState
 
 if TYPE_CHECKING:
     from shapeagent.service.engine import Attached
@@ -58,9 +59,14 @@ def ceiling_in_force(attached: Attached, class_name: str, direction: Direction) 
     if not _is_enforced(attached, direction):
         return None
     found = ceiling_states(attached.state, direction)[class_name]
-    if found.deadline_jiffies and attached.clock.read() >= found.deadline_jiffies:
-        return found.safe_bits_per_s
-    return found.live_bits_per_s
+    now = attached.clock.read() if found.deadline_jiffies else 0
+    return _bits_per_s_at(found, now)
+
+
+def _bits_per_s_at(ceiling: CeilingState, now_jiffies: int) -> int:
+    if ceiling.deadline_jiffies and now_jiffies >= ceiling.deadline_jiffies:
+        return ceiling.safe_bits_per_s
+    return ceiling.live_bits_per_s
 
 
 def _is_enforced(attached: Attached, direction: Direction) -> bool:
@@ -72,30 +78,34 @@ def _is_enforced(attached: Attached, direction: Direction) -> bool:
 
 def class_status(attached: Attached, class_name: str, direction: Direction) -> ClassStatus:
     """Return one class in one direction."""
-    counts = attached.datapath.counts()[direction.number]
+    number = attached.policy.class_named(class_name).number
+    counts = {number: attached.datapath.count(direction.number, number)}
     return _class_rows(attached, direction, counts, only=class_name)[0]
 
 
 def _class_rows(
     attached: Attached,
     direction: Direction,
-    counts: Sequence[ClassCount],
+    counts: Sequence[ClassCount] | Mapping[int, ClassCount],
     *,
     only: str | None = None,
 ) -> list[ClassStatus]:
+    """Return the classes of one direction. `counts`: class number → what was counted."""
     state = attached.state
     enforced = _is_enforced(attached, direction)
     queues = _queues(attached, direction)
+    ceilings = ceiling_states(state, direction)
+    leased = any(one.deadline_jiffies for one in ceilings.values())
+    now = attached.clock.read() if leased else 0
     rows = []
     for one in attached.policy.classes:
         if only not in (None, one.name):
             continue
         count = counts[one.number]
-        ceiling = ceiling_states(state, direction)[one.name]
+        ceiling = ceilings[one.name]
         left = None
         if ceiling.deadline_jiffies:
-            left_jiffies = max(0, ceiling.deadline_jiffies - attached.clock.read())
-            left = left_jiffies * state.kernel.jiffy_ns / 1e9
+            left = max(0, ceiling.deadline_jiffies - now) * state.kernel.jiffy_ns / 1e9
         queue = queues.get(one.number, _Queue())
         egress = direction is Direction.EGRESS
         rows.append(
@@ -106,7 +116,7 @@ def _class_rows(
                 guarantee_bits_per_s=one.guarantee_bits_per_s if egress else 0,
                 ceiling_bits_per_s=ceiling.live_bits_per_s if enforced else None,
                 safe_ceiling_bits_per_s=ceiling.safe_bits_per_s if enforced else None,
-                ceiling_in_force_bits_per_s=ceiling_in_force(attached, one.name, direction),
+                ceiling_in_force_bits_per_s=_bits_per_s_at(ceiling, now) if enforced else None,
                 lease_s_left=left,
                 packets=count.packets,
                 wire_bytes=count.wire_bytes,
@@ -187,8 +197,14 @@ def broken_status(key: str, netns: str | None, error: ShapeError) -> InterfaceSt
     )
 
 
-def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
-    """Return the whole status of one attachment."""
+def interface_status(
+    attached: Attached, netns: str | None, damage: Mapping[str, str]
+) -> InterfaceStatus:
+    """Return the whole status of one attachment.
+
+    Args:
+        damage: file of its state → why it cannot be used.
+    """
     state = attached.state
     counts = attached.datapath.counts()
     rows = [
@@ -196,9 +212,8 @@ def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
         for direction in Direction
         for row in _class_rows(attached, direction, counts[direction.number])
     ]
-    reasons = {
-        direction.value: attached.datapath.reasons(direction.number) for direction in Direction
-    }
+    by_direction = attached.datapath.all_reasons()
+    reasons = {direction.value: by_direction[direction.number] for direction in Direction}
     where = following.look(netns, attached.rtnl, state)
     programs: dict[str, int] = {}
     reaches: list[Reach] = []
@@ -208,7 +223,7 @@ def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
     else:
         programs, problems = _programs(attached)
         problems += _problems(attached, netns, where.facts)
-        reaches = _reaches(attached)
+        reaches = _reaches(attached, counts)
         problems += [str(one) for one in reaches if one.is_hidden and one.ahead]
     pending = read_pending(attached.store)
     entries, generation = attached.store.whitelist_facts(state)
@@ -234,6 +249,7 @@ def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
         problems=tuple(problems),
         warnings=(
             *_device_warnings(attached, where.facts),
+            *_damage_warnings(attached, damage),
             *_warnings(attached, rows, reasons),
             *(str(one) for one in reaches if not (one.is_hidden and one.ahead)),
         ),
@@ -241,9 +257,9 @@ def interface_status(attached: Attached, netns: str | None) -> InterfaceStatus:
     )
 
 
-def _reaches(attached: Attached) -> list[Reach]:
+def _reaches(attached: Attached, counts: Sequence[Sequence[ClassCount]]) -> list[Reach]:
     try:
-        return selftest.reaches(attached.place, attached.datapath, attached.state.bytes_before)
+        return selftest.reaches(attached.place, counts, attached.state.bytes_before)
     except ShapeError:
         return []  # the device is gone: `problems` says so
 
@@ -285,11 +301,8 @@ def _problems(attached: Attached, netns: str | None, facts: DeviceFacts) -> list
         if tree is None:
             continue
         index = state.index if direction is Direction.EGRESS else state.ifb_index
-        try:
-            # the queues' limits follow the ceilings at attach: `class set` leaves them
-            qdisc.read_back(attached.rtnl, index, tree, leaf_limits=False)
-        except ShapeError as error:
-            found.append(error.message)
+        problem = attached.engine.tree_problem(attached.rtnl, index, tree)
+        found += [problem] if problem else []
     if state.ifb_index:
         found += _ifb_problems(attached, netns)
     if state.gso_set is not None and read_gso(attached.rtnl, state.index) != state.gso_set:
@@ -337,17 +350,14 @@ def _stale_cgroups(attached: Attached) -> list[str]:
     return [f"a cgroup that a rule names came, went or was made again: {again}"]
 
 
-def _damage_warnings(attached: Attached) -> list[str]:
+def _damage_warnings(attached: Attached, damage: Mapping[str, str]) -> list[str]:
     """What was put right stays said until detach; what could not be is said as long as it is so."""
     store = attached.store
     found = list(attached.state.recovered)
     aside = store.quarantined()
     if found and aside:
         found.append(f"what was damaged is kept in {store.folder}: {', '.join(aside)}")
-    found += [
-        f"{store.folder / name} is damaged: {why}"
-        for name, why in store.damage(attached.state).items()
-    ]
+    found += [f"{store.folder / name} is damaged: {why}" for name, why in damage.items()]
     return found
 
 
@@ -379,7 +389,7 @@ def _ifb_problems(attached: Attached, netns: str | None) -> list[str]:
 def _warnings(
     attached: Attached, rows: list[ClassStatus], reasons: dict[str, dict[str, int]]
 ) -> list[str]:
-    found = [*_damage_warnings(attached), *_stale_cgroups(attached)]
+    found = _stale_cgroups(attached)
     egress = [row for row in rows if row.direction == "egress"]
     packets = sum(row.packets for row in egress)
     if packets >= _MIN_PACKETS:

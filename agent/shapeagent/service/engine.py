@@ -23,6 +23,7 @@ from shapeagent.kernel.link import read_device
 from shapeagent.kernel.probe import require_privileges
 from shapeagent.kernel.rtnl import NetlinkRefusal, Rtnl
 from shapeagent.kernel.signals import InterruptGuard
+from shapeagent.kernel.sysfs import holding_sysfs
 from shapeagent.model.errors import ConflictError, FailedError, InputError, ShapeError
 from shapeagent.model.reports import (
     AttachPlan,
@@ -62,6 +63,7 @@ BPFFS_DIR = Path("/sys/fs/bpf/shapectl")
 _MIN_CEILING_BITS_PER_S = 64_000
 _DRAIN_LIMIT_S = 0.5  # how long a renewal waits for the twin's queue
 _DRAIN_POLL_S = 0.002
+_MOST_KEPT = 128  # of what is remembered for each attachment and direction
 
 
 class Attached:
@@ -81,6 +83,7 @@ class Attached:
         self.rtnl = rtnl
         self.store = store
         self.state = state
+        self.key = key
         self.pins = pins or engine.bpffs_dir / key
         text = store.read_policy(state.policy_digest)
         self.policy = _as_attached(
@@ -118,7 +121,7 @@ class Attached:
     def tree(self, direction: Direction) -> TreePlan | None:
         """Return the qdisc tree that stands in a direction, None where there is none."""
         if direction not in self._trees:
-            self._trees[direction] = tree_of(self.policy, self.state, direction)
+            self._trees[direction] = self.engine.planned(self.key, direction, self)
         return self._trees[direction]
 
     def save(self, state: AttachState) -> None:
@@ -202,10 +205,44 @@ class Engine(WhitelistCalls):
         self._holds_lock = holds_lock  # the agent does, for its life, and has one writer
         self._rtnl: Rtnl | None = None
         self._kept: dict[str, Attached] = {}
+        self._found_right: dict[int, tuple[TreePlan, tuple[tuple[object, ...], ...]]] = {}
+        # of an attachment and direction: the tree, and the state and policy that it was planned for
+        self._planned: dict[tuple[str, Direction], tuple[AttachState, Policy, TreePlan | None]] = {}
 
     def lock(self, wait_s: float = LOCK_WAIT_S) -> contextlib.AbstractContextManager[None]:
         """Return a context that holds the one writer's lock; see `state.locked`."""
         return contextlib.nullcontext() if self._holds_lock else locked(self.run_dir, wait_s)
+
+    def planned(self, key: str, direction: Direction, attached: Attached) -> TreePlan | None:
+        """Return the tree that stands in a direction of an attachment; planned once a state."""
+        known = self._planned.get((key, direction))
+        if known is not None and known[:2] == (attached.state, attached.policy):
+            return known[2]
+        tree = tree_of(attached.policy, attached.state, direction)
+        if len(self._planned) >= _MOST_KEPT:
+            self._planned.clear()
+        self._planned[key, direction] = (attached.state, attached.policy, tree)
+        return tree
+
+    def tree_problem(self, rtnl: Rtnl, index: int, tree: TreePlan) -> str:
+        """Return what is not as planned in the tree of a device, "" where all is.
+
+        What was found right once is not compared field by field again as long
+        as the kernel shows the same bytes for the same plan.
+        """
+        try:
+            found = qdisc.configuration(rtnl, index)
+            known = self._found_right.get(index)
+            if known is not None and known[0] is tree and known[1] == found:
+                return ""
+            # the queues' limits follow the ceilings at attach: `class set` leaves them
+            qdisc.read_back(rtnl, index, tree, leaf_limits=False)
+        except ShapeError as error:
+            return error.message
+        if len(self._found_right) >= _MOST_KEPT:
+            self._found_right.clear()
+        self._found_right[index] = (tree, found)
+        return ""
 
     # --- attach and detach
 
@@ -346,7 +383,7 @@ class Engine(WhitelistCalls):
 
     def _status(self, device: str | None) -> tuple[InterfaceStatus, ...]:
         found = []
-        with self.reading() as rtnl, rtnl.looking():
+        with self.reading() as rtnl, rtnl.looking(), holding_sysfs():
             for key in self._keys(rtnl, device):
                 try:
                     found.append(self._status_of(rtnl, key))
@@ -359,10 +396,10 @@ class Engine(WhitelistCalls):
         return tuple(found)
 
     def _status_of(self, rtnl: Rtnl, key: str) -> InterfaceStatus:
-        recovering.repair_if_free(self, key)
+        damage = recovering.repair_if_free(self, key)
         attached = self._open_key(rtnl, key)
         try:
-            return describing.interface_status(attached, self.netns)
+            return describing.interface_status(attached, self.netns, damage)
         finally:
             attached.close()
 

@@ -58,18 +58,22 @@ def repair(engine: Engine, key: str) -> None:
         _remember(engine, store, dataclasses.replace(state, program_ids=ids), notes)
 
 
-def repair_if_free(engine: Engine, key: str) -> None:
-    """As `repair`, for who does not hold the lock: what another process holds is left for later."""
+def repair_if_free(engine: Engine, key: str) -> dict[str, str]:
+    """As `repair`, for who does not hold the lock: what another process holds is left for later.
+
+    Returns: file → why, of what is damaged still, the whitelist included.
+    """
     store = engine.store(key)
     damage = store.damage(_read(store))
-    damage.pop(listfacts.FILE_NAME, None)
-    if not damage:
-        return
+    if not damage.keys() - {listfacts.FILE_NAME}:
+        return damage
     try:
         with engine.lock(wait_s=0.0):
             repair(engine, key)
     except ShapeError as error:
-        engine.warn(f"{store.folder}: {', '.join(damage)} damaged, not put right: {error.message}")
+        names = ", ".join(damage.keys() - {listfacts.FILE_NAME})
+        engine.warn(f"{store.folder}: {names} damaged, not put right: {error.message}")
+    return store.damage(_read(store))
 
 
 def _read(store: StateDir) -> AttachState | None:

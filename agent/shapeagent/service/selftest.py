@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shapeagent.kernel import link
-from shapeagent.kernel.datapath import Datapath
+from shapeagent.kernel.datapath import ClassCount, Datapath
 from shapeagent.kernel.testframe import send_test_frame
 from shapeagent.model.types import Direction
 from shapeagent.service.hook import Place, hidden_error
@@ -43,14 +44,17 @@ class Reach:
         return f"{who} before {ours}: what it ends, ours never sees"
 
 
-def reaches(place: Place, datapath: Datapath, before: tuple[int, int]) -> list[Reach]:
+def reaches(
+    place: Place, counts: Sequence[Sequence[ClassCount]], before: tuple[int, int]
+) -> list[Reach]:
     """Return the directions in which someone runs before us, or something passes us by.
 
     Args:
+        counts: what our programs counted, egress and ingress, by class.
         before: bytes that the device had sent and received at the attach.
     """
     now = link.read_traffic(place.rtnl, place.index)
-    seen = _seen(datapath)
+    seen = _seen(counts)
     found = []
     for direction in Direction:
         carried = now[direction.number] - before[direction.number]
@@ -66,22 +70,22 @@ def run(place: Place, device: str, datapath: Datapath) -> None:
     Effects: at most three frames of 60 bytes, which no bridge forwards.
     Raises: FailedError hidden.
     """
-    before = _seen(datapath)[0]
+    before = _seen(datapath.counts())[0]
     for _ in range(_TRIES):  # a queue that is full may refuse one before the hook
         if not send_test_frame(place.netns, device):
             return
-        if _seen(datapath)[0] != before:
+        if _seen(datapath.counts())[0] != before:
             return
         time.sleep(_WAIT_S)
     raise hidden_error(place, Direction.EGRESS)
 
 
-def _seen(datapath: Datapath) -> list[tuple[int, int]]:
+def _seen(counts: Sequence[Sequence[ClassCount]]) -> list[tuple[int, int]]:
     """Return packets and wire bytes that came to our program of each direction."""
     return [
         (
-            sum(one.packets + one.drops for one in counts),
-            sum(one.wire_bytes + one.drop_wire_bytes for one in counts),
+            sum(one.packets + one.drops for one in classes),
+            sum(one.wire_bytes + one.drop_wire_bytes for one in classes),
         )
-        for counts in datapath.counts()
+        for classes in counts
     ]

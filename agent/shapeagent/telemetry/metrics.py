@@ -188,9 +188,9 @@ def _known(name: str, names: Collection[str]) -> str:
 class MetricsPage:
     """The text that a scrape gets.
 
-    Statuses are read at most four times a second, however many ask. Where they cannot be read the page says so
-    (`shapectl_status_up 0`) and has no interface on it: old values would look
-    like a standstill.
+    Statuses are read at most four times a second, however many ask. Where they
+    cannot be read the page says so (`shapectl_status_up 0`) and has no
+    interface on it: old values would look like a standstill.
 
     Args:
         warn: what an administrator must hear of.
