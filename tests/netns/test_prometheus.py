@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ pytestmark = [
 
 _METHOD = "/shapectl.v1.Shaper/Status"
 _WINDOW_S = 10.0
+_DRAW = Path(__file__).resolve().parents[2] / "packaging" / "grafana" / "draw.py"
 
 
 @dataclass
@@ -218,6 +220,16 @@ def test_every_query_has_an_answer(scraped: Scraped, tmp_path: Path) -> None:
             'rate(shapectl_class_drops_total{class="bulk", direction="egress", reason="queue"}[5s])'
         )
         assert drops > 100, f"got {drops} drops/s of 10 Mbit/s too much"
+        picture = tmp_path / "dashboard.png"
+        drawn = subprocess.run(
+            [
+                *("ip", "netns", "exec", one.netns, sys.executable, str(_DRAW)),
+                *("--minutes", "0.5", "--window", "5", str(picture)),
+            ],
+            capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+        assert drawn.returncode == 0, f"got {drawn.stderr}"
+        assert picture.read_bytes().startswith(b"\x89PNG"), "got no picture"
 
 
 def test_rules_are_evaluated_and_one_that_holds_is_pending(
