@@ -26,7 +26,7 @@ NETNS_DIR = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
 _SO_NETNS_COOKIE = 71  # linux/uapi asm-generic/socket.h, since 5.14
 
-_entered = threading.local()  # `name`: which namespace a thread of ours is in
+_entered = threading.local()  # `name`: which namespace a thread of ours entered
 _libc = ctypes.CDLL(None, use_errno=True)
 _T = TypeVar("_T")
 
@@ -43,14 +43,14 @@ def run_in_netns(netns: str | None, function: Callable[[], _T]) -> _T:
     """Return what `function` returns when it runs in the named network namespace.
 
     Args:
-        netns: a name under /run/netns; None runs it right here, and so does
-            that of the namespace which this thread was started to enter.
+        netns: a name under /run/netns; None is the namespace of this process.
+            In a thread that is there already it runs right here.
     Raises: InputError no-such-netns; PrivilegeError missing-capability;
         whatever `function` raises.
     Effects: `function` runs in a thread of its own; the caller's threads stay
         in their namespace.
     """
-    if netns is None or netns == getattr(_entered, "name", None):
+    if netns == getattr(_entered, "name", None):
         return function()
     descriptor = _open_netns(netns)
     try:
@@ -93,7 +93,9 @@ def read_netns_cookie(rtnl: Rtnl) -> int:
     return int(struct.unpack("=Q", value)[0])
 
 
-def _open_netns(netns: str) -> int:
+def _open_netns(netns: str | None) -> int:
+    if netns is None:  # from a thread that entered another: the main thread never does
+        return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     if not netns or "/" in netns or netns in (".", ".."):
         raise InputError(
             "no-such-netns",
@@ -114,9 +116,10 @@ def _open_netns(netns: str) -> int:
         ) from error
 
 
-def _enter(descriptor: int, netns: str) -> None:
+def _enter(descriptor: int, netns: str | None) -> None:
     if _libc.setns(descriptor, _CLONE_NEWNET):
-        raise _entry_error(f"enter network namespace {netns}", ctypes.get_errno())
+        place = f"network namespace {netns}" if netns else "the network namespace of this process"
+        raise _entry_error(f"enter {place}", ctypes.get_errno())
     _entered.name = netns
 
 
