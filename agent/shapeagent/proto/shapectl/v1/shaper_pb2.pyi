@@ -150,7 +150,7 @@ class DetachReport(_message.Message):
     def __init__(self, device: _Optional[str] = ..., netns: _Optional[str] = ..., changed: _Optional[bool] = ..., steps: _Optional[_Iterable[str]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ClassStatus(_message.Message):
-    __slots__ = ("name", "number", "direction", "guarantee_bits_per_s", "ceiling_bits_per_s", "safe_ceiling_bits_per_s", "ceiling_in_force_bits_per_s", "lease_s_left", "packets", "wire_bytes", "drops", "drop_wire_bytes", "ce_marks", "no_socket_packets", "over_segment_packets", "backlog_bytes", "queue_drops")
+    __slots__ = ("name", "number", "direction", "guarantee_bits_per_s", "ceiling_bits_per_s", "safe_ceiling_bits_per_s", "ceiling_in_force_bits_per_s", "lease_s_left", "packets", "wire_bytes", "drops", "drop_wire_bytes", "ce_marks", "no_socket_packets", "over_segment_packets", "backlog_bytes", "queue_drops", "queue_sent_packets", "queue_sent_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     DIRECTION_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +168,8 @@ class ClassStatus(_message.Message):
     OVER_SEGMENT_PACKETS_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_BYTES_FIELD_NUMBER: _ClassVar[int]
     QUEUE_DROPS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SENT_PACKETS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     number: int
     direction: _common_pb2.Direction
@@ -185,7 +187,9 @@ class ClassStatus(_message.Message):
     over_segment_packets: int
     backlog_bytes: int
     queue_drops: int
-    def __init__(self, name: _Optional[str] = ..., number: _Optional[int] = ..., direction: _Optional[_Union[_common_pb2.Direction, str]] = ..., guarantee_bits_per_s: _Optional[int] = ..., ceiling_bits_per_s: _Optional[int] = ..., safe_ceiling_bits_per_s: _Optional[int] = ..., ceiling_in_force_bits_per_s: _Optional[int] = ..., lease_s_left: _Optional[float] = ..., packets: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., drops: _Optional[int] = ..., drop_wire_bytes: _Optional[int] = ..., ce_marks: _Optional[int] = ..., no_socket_packets: _Optional[int] = ..., over_segment_packets: _Optional[int] = ..., backlog_bytes: _Optional[int] = ..., queue_drops: _Optional[int] = ...) -> None: ...
+    queue_sent_packets: int
+    queue_sent_bytes: int
+    def __init__(self, name: _Optional[str] = ..., number: _Optional[int] = ..., direction: _Optional[_Union[_common_pb2.Direction, str]] = ..., guarantee_bits_per_s: _Optional[int] = ..., ceiling_bits_per_s: _Optional[int] = ..., safe_ceiling_bits_per_s: _Optional[int] = ..., ceiling_in_force_bits_per_s: _Optional[int] = ..., lease_s_left: _Optional[float] = ..., packets: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., drops: _Optional[int] = ..., drop_wire_bytes: _Optional[int] = ..., ce_marks: _Optional[int] = ..., no_socket_packets: _Optional[int] = ..., over_segment_packets: _Optional[int] = ..., backlog_bytes: _Optional[int] = ..., queue_drops: _Optional[int] = ..., queue_sent_packets: _Optional[int] = ..., queue_sent_bytes: _Optional[int] = ...) -> None: ...
 
 class ReasonCounts(_message.Message):
     __slots__ = ("packets",)
