@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 import threading
 import time
@@ -94,6 +95,17 @@ def test_table_and_descriptors_agree() -> None:
     served = set(method_names())
     assert served == LEAST_ROLE.keys(), f"got {served ^ LEAST_ROLE.keys()} in one of them only"
     assert {name.rpartition("/")[2]: str(role) for name, role in LEAST_ROLE.items()} == WANTED
+
+
+def test_the_page_says_what_the_table_says() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
+    found = dict(re.findall(r"^\| `(\w+/\w+)` \| (\w+) \|$", page, re.M))
+    ours = {
+        name.removeprefix("/shapectl.v1."): str(role)
+        for name, role in LEAST_ROLE.items()
+        if name.startswith("/shapectl.v1.")
+    }
+    assert found == ours, f"got {found.items() ^ ours.items()}"
 
 
 def test_a_method_without_a_role_does_not_start() -> None:

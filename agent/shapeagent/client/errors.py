@@ -79,6 +79,12 @@ def _without_detail(code: grpc.StatusCode, words: str, address: str) -> ShapeErr
         )
     if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
         return PrivilegeError("denied", f"Refused by {said}.")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in words:
+        return InputError(
+            "message-too-large",
+            f"A message is larger than the agent takes: {said}.",
+            hint="send it in parts: a whitelist as a stream of batches, a capture cut by editcap",
+        )
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return FailedError("agent-limit", f"A limit was reached: {said}.", hint="try again later")
     if code is grpc.StatusCode.UNIMPLEMENTED:

@@ -67,10 +67,11 @@ OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_send_message_length", MAX_SEND_BYTES),
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.max_concurrent_streams", 128),  # of one connection
+    ("grpc.max_allowed_incoming_connections", 512),  # of one server: descriptors are everyone's
     ("grpc.so_reuseport", 0),  # a second agent on the port must fail, not share it
     ("grpc.server_handshake_timeout_ms", 20_000),
     # a client may ping every 10 s, with no call open too (case C110: the default is 5 min)
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 9_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 9_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 2),
     # and a watcher that is gone without a word is noticed
