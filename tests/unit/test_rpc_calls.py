@@ -12,7 +12,17 @@ from typing import Any
 
 import grpc
 import pytest
-from rpckit import DEVICE, EXPLANATION, PLAN, FakeEngine, Service, code_of, refusal, serving
+from rpckit import (
+    DEVICE,
+    EXPLANATION,
+    PLAN,
+    FakeEngine,
+    Service,
+    code_of,
+    refusal,
+    serving,
+    wait_for,
+)
 
 from shapeagent.client.remote import RemoteEngine
 from shapeagent.model.errors import ConflictError, InputError, PrivilegeError
@@ -21,6 +31,7 @@ from shapeagent.policy.packed import row_of
 from shapeagent.policy.whitelist import LineDefaults, parse_entry
 from shapeagent.proto.shapectl.v1 import policy_pb2, shaper_pb2, whitelist_pb2
 from shapeagent.service.rpc.contracts import Role
+from shapeagent.service.rpc.whitelist import MOST_UPLOADS
 
 MERGE = whitelist_pb2.WHITELIST_MODE_MERGE
 REPLACE = whitelist_pb2.WHITELIST_MODE_REPLACE
@@ -498,6 +509,36 @@ def test_a_stream_that_is_cut_off_changes_nothing(service: Service, engine: Fake
     answer = stream(service, BEGIN, HOSTS, commit(2))
     assert answer.change.total == 2
     assert engine.names() == ["whitelist_apply"], f"got {engine.names()}"
+
+
+def test_streams_beyond_a_few_wait_for_their_turn(service: Service, engine: FakeEngine) -> None:
+    """What is held in memory is bounded; whoever waits is served once another has ended."""
+    go_on = threading.Event()
+
+    def slow(number: int) -> Iterator[Any]:
+        yield Part(begin=Part.Begin(request_id=f"slow-{number}", device=DEVICE, mode=REPLACE))
+        go_on.wait(20)
+        yield HOSTS
+        yield commit(2)
+
+    with service.channel(Role.OPERATOR) as channel:
+        multi = channel.stream_unary(
+            "/shapectl.v1.WhitelistService/StreamWhitelist",
+            request_serializer=Part.SerializeToString,
+            response_deserializer=whitelist_pb2.StreamWhitelistResponse.FromString,
+        )
+        held = [multi.future(slow(n), timeout=30) for n in range(MOST_UPLOADS)]
+        uploads = service.servers._whitelist._uploads
+        wait_for(lambda: uploads._value == 0, "every place to be taken")
+        with pytest.raises(grpc.RpcError) as caught:
+            multi(iter([BEGIN, HOSTS, commit(2)]), timeout=0.5)
+        assert code_of(caught.value) in {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
+        waiting = multi.future(iter([BEGIN, HOSTS, commit(2)]), timeout=30)
+        assert engine.generation == 0
+        go_on.set()
+        for one in (*held, waiting):
+            one.result(30)
+    assert engine.generation == MOST_UPLOADS + 1
 
 
 # --- privileges

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shapeagent.client.messages import number_word, to_message
-from shapeagent.model.errors import InputError
+from shapeagent.model.errors import ConflictError, InputError
 from shapeagent.model.reports import WhitelistChange
 from shapeagent.proto.shapectl.v1 import whitelist_pb2 as pb
 from shapeagent.service.engine import Engine
@@ -21,6 +22,7 @@ from shapeagent.service.rpc.requestids import check_request_id, digest_of
 from shapeagent.service.rpc.requests import device_of
 
 MOST_STREAM_BYTES = 64 << 20
+MOST_UPLOADS = 4  # streams that are held in memory at once, of all servers; others wait
 DEFAULT_PAGE = 1_000
 MOST_PAGE = 10_000
 _MODE = pb.DESCRIPTOR.enum_types_by_name["WhitelistMode"]
@@ -45,6 +47,7 @@ class WhitelistServicer:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self._uploads = threading.BoundedSemaphore(MOST_UPLOADS)
 
     # --- changes
 
@@ -67,6 +70,20 @@ class WhitelistServicer:
         self, requests: Iterator[pb.StreamWhitelistRequest], call: Call
     ) -> pb.StreamWhitelistResponse:
         """Make one change of many batches, once its commit is there."""
+        if not self._uploads.acquire(timeout=call.left_s):
+            raise ConflictError(
+                "agent-busy",
+                f"{MOST_UPLOADS} whitelist streams are under way, and none has ended in time.",
+                hint="try again",
+            )
+        try:
+            return self._receive(requests, call)
+        finally:
+            self._uploads.release()
+
+    def _receive(
+        self, requests: Iterator[pb.StreamWhitelistRequest], call: Call
+    ) -> pb.StreamWhitelistResponse:
         head: _Head | None = None
         change = Batches()
         size_bytes = 0
