@@ -160,6 +160,7 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
         yield start
 
 
+@pytest.mark.rates
 def test_keys_work_and_the_terminal_is_put_back(
     one: Bench, terminal: Callable[..., Terminal]
 ) -> None:
@@ -279,6 +280,7 @@ def test_without_a_terminal_it_says_what_to_type(one: Bench) -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.rates
 def test_once_prints_the_rates_as_json(one: Bench) -> None:
     target = (one.pair.peer_address4, BULK)
     with UdpSink(one.pair.peer_netns, BULK), UdpSource(one.netns, target, bits_per_s=8 * MBIT):
