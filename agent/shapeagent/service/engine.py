@@ -352,6 +352,7 @@ class Engine(WhitelistCalls):
                 request = policies.request_with(attached, text, source, expected_digest)
             finally:
                 attached.close()
+            self.forget()
             return attaching.attach(self, rtnl, request)
 
     # --- looking

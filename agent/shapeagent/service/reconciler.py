@@ -21,19 +21,22 @@ from shapeagent.model.reports import AttachRequest
 from shapeagent.model.types import DeviceFacts
 from shapeagent.policy.reconcile import Choice, Dispute, Retry
 from shapeagent.service import following, reapplying
-from shapeagent.service.engine import Attached, Engine, Session
+from shapeagent.service.commanded import CommandedEngine
+from shapeagent.service.engine import Attached, Session
 from shapeagent.service.reapplying import Lost, Part
 from shapeagent.telemetry.events import EventLog
 
+ACTIONS = ("attach", "adopt", "repair", "put-back", "failed")
+CONFLICTS = tuple(part.value for part in Part)
 _AGAIN_S = 0.2  # after something was put back: whether it stays
 
 
 class Counters(Protocol):
     """Where actions and conflicts are counted."""
 
-    def reconcile_action(self, device: str, action: str) -> None: ...
+    def reconcile_action(self, action: str) -> None: ...
 
-    def reconcile_conflict(self, device: str, part: str) -> None: ...
+    def conflict(self, kind: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -46,7 +49,6 @@ class Watched:
     retry: Retry = field(default_factory=Retry)
     disputes: dict[Part, Dispute] = field(default_factory=dict)
     has_lists: bool = False  # the whitelist of this attachment is in force
-    released: bool = False  # someone detached it on purpose: until an attach or a new config
 
 
 class Reconciler:
@@ -54,7 +56,7 @@ class Reconciler:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: CommandedEngine,
         requests: Sequence[AttachRequest],
         events: EventLog,
         counters: Counters,
@@ -75,7 +77,7 @@ class Reconciler:
         return self._watched
 
     def set_requests(self, requests: Sequence[AttachRequest]) -> None:
-        """Take up a new configuration. What is no longer named is left as it is."""
+        """Take up what is wanted by now. What is no longer named is left as it is."""
         old = self._watched
         self._watched = {
             one.device: old[one.device]
@@ -84,27 +86,16 @@ class Reconciler:
             for one in requests
         }
 
-    def released(self, device: str) -> None:
-        """Note that a person detached an interface: it is not attached again by itself."""
+    def begin_anew(self, device: str) -> None:
+        """Note that a caller attached an interface: disputes about it begin anew."""
         if device in self._watched:
-            self._watched[device].released = True
-            self._say(self._watched[device], "released", "detached by a call")
-
-    def claimed(self, device: str) -> None:
-        """Note that a person attached an interface: disputes about it begin anew."""
-        if device in self._watched:
-            one = self._watched[device]
-            one.released = False
-            one.disputes.clear()
-            one.retry.succeeded()
+            self._watched[device] = Watched(self._watched[device].request)
 
     def look(self) -> float:
         """Look at everything once and put right what can be; returns when to look again (s)."""
         next_s = self._every_s
         self._engine.forget_gone()
         for one in self._watched.values():
-            if one.released:
-                continue
             try:
                 next_s = min(next_s, self._look_at(one))
             except ShapeError as error:
@@ -131,11 +122,11 @@ class Reconciler:
         return left_s if left_s > 0 else self._attach(one)
 
     def _attach(self, one: Watched) -> float:
-        report = self._engine.attach(one.request)
+        report = self._engine.attach_unasked(one.request)
         one.has_lists = False
         one.retry.succeeded()
         action = "attach" if report.changed else "adopt"
-        self._counters.reconcile_action(one.request.device, action)
+        self._counters.reconcile_action(action)
         for text in report.repaired:
             self._events.add("repaired", one.request.device, text)
         self._say(one, "attached", report.plan.profile_reason)
@@ -144,9 +135,9 @@ class Reconciler:
     def _keep(self, one: Watched, attached: Attached, facts: DeviceFacts) -> float:
         """Look at what is attached: numbers that follow the device first, then what is lost."""
         if self._drifted(attached, facts):
-            done = self._engine.attach(dataclasses.replace(one.request, device=facts.name))
+            done = self._engine.attach_unasked(dataclasses.replace(one.request, device=facts.name))
             for text in done.repaired:
-                self._counters.reconcile_action(one.request.device, "repair")
+                self._counters.reconcile_action("repair")
                 self._events.add("repaired", one.request.device, text)
             return _AGAIN_S
         self._expire(one, attached)
@@ -192,17 +183,17 @@ class Reconciler:
             return due_s - now_s
         if choice is Choice.YIELD:
             if self._say(one, "yielded", f"{lost}; left to them after {len(dispute.tries)} tries"):
-                self._counters.reconcile_conflict(device, lost.part.value)
+                self._counters.conflict(lost.part.value)
             return self._every_s
         dispute.applied(now_s)
         try:
             reapplying.put_back(attached, lost)
         except ConflictError as error:  # someone else's, and not ours to replace
             dispute.yielded = True
-            self._counters.reconcile_conflict(device, lost.part.value)
+            self._counters.conflict(lost.part.value)
             self._say(one, "yielded", error.message)
             return self._every_s
-        self._counters.reconcile_action(device, f"put back the {lost.part.value}")
+        self._counters.reconcile_action("put-back")
         self._events.add("put-back", device, str(lost), part=lost.part.value, holder=lost.holder)
         return _AGAIN_S
 
@@ -211,7 +202,7 @@ class Reconciler:
         due_s = one.retry.failed(now_s)
         words = f"{error.reference}: {error.message}"
         if self._say(one, "failed", words):
-            self._counters.reconcile_action(one.request.device, "failed")
+            self._counters.reconcile_action("failed")
         return due_s - now_s
 
     def _say(self, one: Watched, condition: str, text: str) -> bool:
