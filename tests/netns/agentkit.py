@@ -54,7 +54,9 @@ def config_text(one: Bench, *interfaces: str, agent: str = "", more: str = "") -
     return (
         f'[agent]\nrun_dir = "{one.engine.run_dir}"\nbpffs_dir = "{one.engine.bpffs_dir}"\n'
         f'state_dir = "{one.engine.run_dir}-lib"\nreconcile = "500ms"\n{agent}\n'
-        f'[sockets]\nfolder = "{one.engine.run_dir}"\n{more}\n{tables}\n'
+        f'[sockets]\nfolder = "{one.engine.run_dir}"\noperator_group = "root"\n'
+        f'observer_group = "root"\n[audit]\npath = "{one.engine.run_dir}-log/audit.jsonl"\n'
+        f"{more}\n{tables}\n"
     )
 
 

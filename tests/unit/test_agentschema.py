@@ -51,7 +51,7 @@ def test_an_empty_file_is_a_configuration() -> None:
     found = load_agent_config("", "x")
     assert (found.interface, found.tcp) == ((), None), f"got {found}"
     assert found.metrics is not None
-    assert found.metrics.address == ("127.0.0.1", 9909), f"got {found.metrics}, want loopback"
+    assert found.metrics.address == ("127.0.0.1", 9911), f"got {found.metrics}, want loopback"
 
 
 def test_a_whole_file_is_read() -> None:
@@ -74,7 +74,7 @@ def test_a_whole_file_is_read() -> None:
         ('[[interface]]\ndevice = "a b"', "'a b' is not the name of an interface"),
         ('[[interface]]\ndevice = "a"\n[[interface]]\ndevice = "a"', "line 4: interface[2].device"),
         ('[[interface]]\ndevice = "a"\nshadow = 1', "interface[1].shadow"),
-        ('[metrics]\naddress = "9909"', "is not an address such as"),
+        ('[metrics]\naddress = "9911"', "is not an address such as"),
         ('[metrics]\naddress = "h:70000"', "is not an address such as"),
         ('[metrics]\ncertificate = "/c"', "certificate and key go together"),
         ("interface = 3", "interface: 3 is not a table"),

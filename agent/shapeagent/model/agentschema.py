@@ -84,7 +84,7 @@ def _address(value: Any) -> tuple[str, int]:
     """Return (host, port) of `host:port` or `[v6]:port`."""
     found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\s:\[\]]+)):(\d{1,5})", str(value))
     if not isinstance(value, str) or found is None or int(found[3]) > 65_535:
-        raise _refuse(f'{value!r} is not an address such as "127.0.0.1:9909" or "[::1]:9909"')
+        raise _refuse(f'{value!r} is not an address such as "127.0.0.1:9911" or "[::1]:9911"')
     return found[1] or found[2], int(found[3])
 
 
@@ -146,7 +146,7 @@ class TcpTable(_Table):
 class MetricsTable(_Table):
     """`[metrics]`: where Prometheus scrapes."""
 
-    address: _AddressKey = ("127.0.0.1", 9909)
+    address: _AddressKey = ("127.0.0.1", 9911)
     certificate: _PathKey | None = None
     key: _PathKey | None = None
     users: _PathKey | None = None  # NAME:HASH lines

@@ -26,11 +26,13 @@ from shapeagent.kernel.probe import ensure_bpffs, read_kernel_facts
 from shapeagent.model.agentschema import AgentConfig, InterfaceTable, load_agent_config
 from shapeagent.model.errors import ShapeError
 from shapeagent.model.reports import AttachRequest
+from shapeagent.service.commanded import CommandedEngine
 from shapeagent.service.documents import read_document
 from shapeagent.service.engine import Engine
 from shapeagent.service.notify import Notifier
 from shapeagent.service.reconciler import Counters, Reconciler
 from shapeagent.service.state import locked
+from shapeagent.service.wanted import WantedStore
 from shapeagent.service.writer import Writer
 from shapeagent.telemetry.events import Event, EventLog
 
@@ -38,6 +40,7 @@ _log = logging.getLogger("shapectl.agent")
 
 HANGS_S = 60.0  # a compile takes 1 s here, 30 s on an emulated CPU
 _STOP_S = 30.0
+_TICK_S = 5.0
 _WARNED = frozenset({"failed", "disputed", "yielded", "config-refused", "put-back"})
 
 
@@ -45,6 +48,8 @@ class Server(Protocol):
     """Something that listens while the agent runs."""
 
     def start(self) -> None: ...
+
+    def tick(self) -> None: ...
 
     def reload(self, config: AgentConfig) -> None: ...
 
@@ -61,12 +66,23 @@ class Parts:
     events: EventLog
 
 
-class _NoCounters:
-    def reconcile_action(self, device: str, action: str) -> None:
-        pass
+class NoCounters:
+    """Counts nothing."""
 
-    def reconcile_conflict(self, device: str, part: str) -> None:
-        pass
+    def reconcile_action(self, action: str) -> None:
+        """Forget it."""
+
+    def conflict(self, kind: str) -> None:
+        """Forget it."""
+
+    def config_reload(self, *, accepted: bool) -> None:
+        """Forget it."""
+
+
+class AgentCounters(Counters, Protocol):
+    """Where the agent counts; telemetry.metrics.AgentMetrics is one."""
+
+    def config_reload(self, *, accepted: bool) -> None: ...
 
 
 def attach_request(table: InterfaceTable) -> AttachRequest:
@@ -112,8 +128,8 @@ class Agent:
         *,
         config_path: str | None = None,
         netns: str | None = None,
-        counters: Counters | None = None,
-        servers: Sequence[Callable[[Parts], Server]] = (),
+        counters: AgentCounters | None = None,
+        servers: Callable[[Parts], Sequence[Server]] = lambda _: (),
     ) -> None:
         self._config = config
         self._config_path = config_path
@@ -122,7 +138,8 @@ class Agent:
         self._wake = threading.Event()
         self._notifier = Notifier()
         self.events = EventLog(_log_event)
-        self._engine = Engine(
+        self._counters = counters or NoCounters()
+        self._engine = CommandedEngine(
             netns=netns,
             progress=_log.debug,
             warn=_log.warning,
@@ -131,15 +148,19 @@ class Agent:
             holds_lock=True,
             lists_dir=Path(config.agent.state_dir) / "whitelists",
         )
+        self._wanted = WantedStore(Path(config.agent.state_dir), _log.warning)
+        self._tables = [attach_request(one) for one in config.interface]
         self._reconciler = Reconciler(
             self._engine,
-            [attach_request(one) for one in config.interface],
+            self._wanted.effective(self._tables),
             self.events,
-            counters or _NoCounters(),
+            self._counters,
             every_s=config.agent.reconcile,
         )
+        self._engine.on_attached = self._said_attach
+        self._engine.on_detached = self._said_detach
         self._writer = Writer(self._engine, idle=self._reconciler.look)
-        self._makers = servers
+        self._make_servers = servers
         self._servers: list[Server] = []
 
     def run(self) -> None:
@@ -164,11 +185,11 @@ class Agent:
             stack.callback(monitor.close)
             monitor.start()
             parts = Parts(self._config, self._writer, self._reconciler, self.events)
-            for make in self._makers:
-                server = make(parts)
+            for server in self._make_servers(parts):
                 stack.callback(server.stop)
-                server.start()
                 self._servers.append(server)
+            for server in self._servers:
+                server.start()
             self._first_look()
             self._say("READY=1")
             self._wait()
@@ -179,6 +200,17 @@ class Agent:
         self._stop.set()
         self._wake.set()
 
+    def _said_attach(self, request: AttachRequest) -> None:
+        """In the writer's thread: a caller wants this interface so."""
+        self._wanted.say(request.device, request, self._tables)
+        self._reconciler.set_requests(self._wanted.effective(self._tables))
+        self._reconciler.begin_anew(request.device)
+
+    def _said_detach(self, device: str) -> None:
+        """In the writer's thread: a caller wants this interface left alone."""
+        self._wanted.say(device, None, self._tables)
+        self._reconciler.set_requests(self._wanted.effective(self._tables))
+
     def _first_look(self) -> None:
         """Wait until every wanted interface was looked at once."""
         with contextlib.suppress(ShapeError):
@@ -186,9 +218,12 @@ class Agent:
 
     def _wait(self) -> None:
         watchdog_s = self._notifier.watchdog_s
+        tick_s = min(_TICK_S, watchdog_s / 3) if watchdog_s else _TICK_S
         while not self._stop.is_set():
-            self._wake.wait(watchdog_s / 3 if watchdog_s else None)
+            self._wake.wait(tick_s)
             self._wake.clear()
+            for server in self._servers:
+                _tick(server)
             if self._reload.is_set():
                 self._reload.clear()
                 self._take_up_config()
@@ -201,21 +236,24 @@ class Agent:
         try:
             if self._config_path is not None:
                 config = read_config(self._config_path)
-                requests = [attach_request(one) for one in config.interface]
-                self._writer.run(
-                    lambda _: self._reconciler.set_requests(requests), timeout_s=HANGS_S
-                )
                 for server in self._servers:
                     server.reload(config)
                 self._config = config
+                self._writer.run(lambda _: self._take_up_tables(config), timeout_s=HANGS_S)
+            self._counters.config_reload(accepted=True)
             self.events.add("config-reloaded", "", f"{self._config_path} was taken up")
             self._writer.wake()
         except ShapeError as error:
             words = "; ".join((error.message, *error.details))
             _log.error("%s: what was in force stays: %s", error.reference, words)
+            self._counters.config_reload(accepted=False)
             self.events.add("config-refused", "", words, reference=error.reference)
         finally:
             self._say("READY=1")
+
+    def _take_up_tables(self, config: AgentConfig) -> None:
+        self._tables = [attach_request(one) for one in config.interface]
+        self._reconciler.set_requests(self._wanted.effective(self._tables))
 
     def _end_writer(self) -> None:
         if self._config.agent.on_exit == "rollback":
@@ -264,7 +302,15 @@ def _log_event(event: Event) -> None:
 
 
 def _detach(device: str, engine: Engine) -> None:
-    engine.detach(device)
+    assert isinstance(engine, CommandedEngine)
+    engine.detach_unasked(device)
+
+
+def _tick(server: Server) -> None:
+    try:
+        server.tick()
+    except ShapeError as error:
+        _log.error("%s: %s", error.reference, error.message)
 
 
 @contextlib.contextmanager

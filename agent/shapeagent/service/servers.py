@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from shapeagent.kernel.compile import read_source
 from shapeagent.kernel.lists import MAX_ENTRIES
-from shapeagent.kernel.source import read_source
 from shapeagent.model.agentschema import AgentConfig, MetricsTable, TcpTable
-from shapeagent.model.errors import InputError, ShapeError
+from shapeagent.model.errors import InputError
 from shapeagent.model.reports import InterfaceStatus
 from shapeagent.service.daemon import Parts, Server
 from shapeagent.service.documents import read_document
@@ -136,12 +137,12 @@ class MetricsHttp(Server):
     def __init__(
         self, parts: Parts, table: MetricsTable, metrics: AgentMetrics, rpc: RpcServer
     ) -> None:
-        text, _ = read_source()
-        digest = source_digest_of(text)
+        _, digest = read_source()
+        version = importlib.metadata.version("shapectl")
         self._page = MetricsPage(
             _Source(parts.writer),
             lambda: AgentFacts(
-                version=_version(),
+                version=version,
                 source_digest=digest,
                 kernel_release=os.uname().release,
                 whitelist_capacity_entries=MAX_ENTRIES,
@@ -193,11 +194,21 @@ def _http_options(table: MetricsTable) -> HttpOptions:
             if not colon or not name:
                 raise InputError(
                     "metrics-users", f"{table.users} line {number}: not NAME:HASH.",
-                    hint="shapectl agent password makes a line",
+                    hint="docs/metrics.md says how to make one",
                 )  # fmt: skip
             users[name] = hashed.strip()
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return HttpOptions(address=address, tls=tls, users=users)
 
 
-__all__ = ["MetricsHttp", "RpcServer", "ShapeError", "new_metrics"]
+def make_servers(parts: Parts, metrics: AgentMetrics) -> list[Server]:
+    """Return the servers that the configuration wants. Raises: ShapeError of one of them."""
+    rpc = RpcServer(parts, metrics)
+    servers: list[Server] = [rpc]
+    if parts.config.metrics is not None:
+        try:
+            servers.append(MetricsHttp(parts, parts.config.metrics, metrics, rpc))
+        except BaseException:
+            rpc.stop()
+            raise
+    return servers

@@ -36,10 +36,18 @@ def run(ctx: click.Context, config_path: str, log_level: str) -> None:
     on_exit = "rollback".
     """
     from shapeagent.service.daemon import Agent, read_config
+    from shapeagent.service.servers import make_servers, new_metrics
 
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     config = read_config(config_path)
-    Agent(config, config_path=config_path, netns=session_of(ctx).netns).run()
+    metrics = new_metrics()
+    Agent(
+        config,
+        config_path=config_path,
+        netns=session_of(ctx).netns,
+        counters=metrics,
+        servers=lambda parts: make_servers(parts, metrics),
+    ).run()
 
 
 @command.command("prepare")
