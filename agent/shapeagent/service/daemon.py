@@ -175,7 +175,9 @@ class Agent:
         sockets = Path(self._config.sockets.folder)
         with (
             self._signals(),
-            locked(Path(self._config.agent.run_dir), sockets=sockets),
+            locked(
+                Path(self._config.agent.run_dir), sockets=sockets, netns=self._engine.netns
+            ),
             contextlib.ExitStack() as stack,
         ):
             stack.callback(self.events.close)

@@ -628,13 +628,17 @@ def list_states(run_dir: Path, bpffs_dir: Path | None = None) -> list[str]:
 
 @contextlib.contextmanager
 def locked(
-    run_dir: Path, wait_s: float = LOCK_WAIT_S, *, sockets: Path | None = None
+    run_dir: Path,
+    wait_s: float = LOCK_WAIT_S,
+    *,
+    sockets: Path | None = None,
+    netns: str | None = None,
 ) -> Iterator[None]:
     """Hold the one writer's lock.
 
     Args:
         sockets: the agent's folder of sockets, noted in the file: who finds the lock
-            held asks there.
+            held asks there. netns: what it serves, where that is not its own.
 
     Raises:
         ConflictError: "locked" after `wait_s`, with the holder's pid.
@@ -657,7 +661,9 @@ def locked(
         ) from error
     try:
         _take(descriptor, path, wait_s)
-        holder = {"pid": os.getpid(), **({"sockets": str(sockets)} if sockets else {})}
+        holder: dict[str, object] = {"pid": os.getpid()}
+        if sockets is not None:
+            holder |= {"sockets": str(sockets), "netns": netns}
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
         yield
