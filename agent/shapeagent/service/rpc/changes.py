@@ -27,8 +27,7 @@ _log = logging.getLogger("shapectl.agent.rpc")
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound=Message)
 
-#: The caller hears of a busy writer before its own deadline passes.
-_MARGIN_S = 0.1
+_MARGIN_S = 0.1  # for the way back to the caller
 _MOST_WHY_CHARACTERS = 500
 
 
@@ -104,7 +103,7 @@ class Runner:
                 _same(known.digest, asked)
                 return answer_type.FromString(known.message)
             ticket = self._audit.begin(_entry(call, asked, "ok"))
-            return self._make(call, asked, running, ticket, _checked(netns, work))
+            return self._make(call, asked, running, ticket, _begun_in_time(call, netns, work))
 
     def _make(
         self,
@@ -273,8 +272,27 @@ def _checked(netns: str, work: Callable[[Engine], _T]) -> Callable[[Engine], _T]
     return run
 
 
+def _begun_in_time(call: Call, netns: str, work: Callable[[Engine], _T]) -> Callable[[Engine], _T]:
+    """Return the work, refused where nobody waits for it any more when its turn comes."""
+    checked = _checked(netns, work)
+
+    def run(engine: Engine) -> _T:
+        if not (call.left_s and call.context.is_active()):
+            raise ConflictError(
+                "agent-busy",
+                "The caller has gone, or its time was over before the change began: "
+                "nothing was done.",
+                hint="try again",
+            )
+        return checked(engine)
+
+    return run
+
+
 def _time_for(call: Call) -> float:
-    return max(0.01, call.left_s - _MARGIN_S)
+    """Return how long to wait: the caller hears of a busy writer before its deadline passes."""
+    left_s = call.left_s
+    return left_s - min(_MARGIN_S, left_s / 10)
 
 
 def _same(digest: bytes, asked: Asked) -> None:
