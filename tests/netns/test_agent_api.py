@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,10 +16,10 @@ from typing import Any
 
 import pytest
 from agentkit import MOST_START_S, AgentProcess, config_text, running_agent
-from enginekit import MBIT, Bench, entry, shapectl, wait_until
+from enginekit import MBIT, Bench, Ran, entry, shapectl, wait_until
 from netlab import tc
 
-from shapeagent.client.address import TlsFiles, parse_address
+from shapeagent.client.address import parse_address
 from shapeagent.client.remote import RemoteEngine
 from shapeagent.kernel.netns import run_in_netns
 from shapeagent.model.errors import PrivilegeError, ShapeError
@@ -36,8 +35,11 @@ def root_of(one: Bench) -> str:
     return tc("qdisc", "show", "dev", one.device, "root", netns=one.netns).split()[1]
 
 
-def dial(one: Bench, role: str = "admin") -> RemoteEngine:
-    return RemoteEngine(parse_address(f"unix:{one.engine.run_dir}/{role}.sock"))
+@contextlib.contextmanager
+def dial(one: Bench, role: str = "admin") -> Iterator[RemoteEngine]:
+    remote = RemoteEngine(parse_address(f"unix:{one.engine.run_dir}/{role}.sock"))
+    with contextlib.closing(remote):
+        yield remote
 
 
 def request(one: Bench) -> AttachRequest:
@@ -63,22 +65,21 @@ def audited(one: Bench) -> list[dict[str, Any]]:
 
 def test_a_caller_attaches_changes_and_detaches(one: Bench, agent: AgentProcess) -> None:
     before = one.glance()
-    remote = dial(one)
-    report = remote.attach(request(one))
-    assert report.changed, f"got {report}"
-    assert root_of(one) == "htb", f"got {root_of(one)}"
-    row = remote.class_set(one.device, "bulk", 50 * MBIT, lease_s=30.0)
-    assert row.ceiling_in_force_bits_per_s == 50 * MBIT, f"got {row}"
-    change = remote.whitelist_add(one.device, [entry("203.0.113.9")])
-    assert (change.added, change.total) == (1, 1), f"got {change}"
-    assert remote.status()[0].whitelist_entries == 1
-    assert remote.detach(one.device).changed
+    with dial(one) as remote:
+        report = remote.attach(request(one))
+        assert report.changed, f"got {report}"
+        assert root_of(one) == "htb", f"got {root_of(one)}"
+        row = remote.class_set(one.device, "bulk", 50 * MBIT, lease_s=30.0)
+        assert row.ceiling_in_force_bits_per_s == 50 * MBIT, f"got {row}"
+        change = remote.whitelist_add(one.device, [entry("203.0.113.9")])
+        assert (change.added, change.total) == (1, 1), f"got {change}"
+        assert remote.status()[0].whitelist_entries == 1
+        assert remote.detach(one.device).changed
     assert one.glance()[:-1] == before[:-1], "got another device, want it as before"
-    remote.close()
-    wait_until(lambda: len(audited(one)) >= 4, "the audit lines")
     lines = audited(one)
     methods = [line["method"].rpartition("/")[2] for line in lines]
-    assert methods[:2] == ["Attach", "SetClass"], f"got {lines}"
+    assert len(methods) == 4, f"got {lines}, want four changes"
+    assert (methods[0], methods[1], methods[3]) == ("Attach", "SetClass", "Detach"), f"got {lines}"
     assert all(line["who"] == "unix:admin" and line["result"] == "ok" for line in lines)
 
 
@@ -161,30 +162,50 @@ def test_prometheus_finds_what_happened(one: Bench, agent: AgentProcess) -> None
     for line in (
         'shapectl_grpc_calls_total{code="OK",method="/shapectl.v1.ShaperService/Attach"} 1.0',
         'shapectl_reconcile_actions_total{action="put-back"} 1.0',
-        'shapectl_class_ceiling_bytes_per_second{device="d0",direction="egress",class="signal"',
+        'shapectl_class_packets_total{interface="d0",direction="egress",class="bulk"} 0',
         "shapectl_status_up 1.0",
     ):
         assert line in page, f"got no {line!r} in {page[:3000]}"
 
 
 def test_mtls_gives_roles_by_certificate(one: Bench, tmp_path: Path) -> None:
-    certs = tmp_path / "certs"
-    base = "spiffe://fleet.example"
+    certs, base = tmp_path / "certs", "spiffe://fleet.example"
     ran = shapectl(
-        "agent", "certs", str(certs), "--trust-domain", "fleet.example", "--ip", "127.0.0.1",
-        "--client", "controller=operator", "--client", "viewer=observer",
+        "agent", "certs", "--out", str(certs), "--trust-domain", "fleet.example",
+        "--server-name", "127.0.0.1", "--client", "operator=/controller",
+        "--client", "observer=/viewer",
     )  # fmt: skip
     assert ran.code == 0, f"got {ran}"
-    names = {path.stem for path in certs.iterdir()}
     more = (
         f'[tcp]\naddress = "127.0.0.1:9595"\ncertificate = "{certs}/server.pem"\n'
-        f'key = "{certs}/server.key"\nclient_ca = "{certs}/ca.pem"\n'
+        f'key = "{certs}/server-key.pem"\nclient_ca = "{certs}/ca.pem"\n'
         f'trust_domain = "fleet.example"\n[tcp.roles]\n'
         f'"{base}/controller" = "operator"\n"{base}/viewer" = "observer"\n'
     )
-    with running_agent(one, tmp_path, config_text(one, more=more)) as agent:
+    table = f'device = "{one.device}"\nlink_rate = "100mbit"\n'
+    inside = ("nsenter", f"--net=/run/netns/{one.netns}")
+
+    def ask(client: str, *words: str) -> Ran:
+        cert = ("--agent", "127.0.0.1:9595", "--agent-cert", str(certs / f"client-{client}.pem"))
+        return shapectl(*cert, *words, prefix=inside)
+
+    with running_agent(one, tmp_path, config_text(one, table, more=more)) as agent:
         agent.wait_for(r"listening: gRPC with mTLS on 127.0.0.1 port 9595", timeout_s=MOST_START_S)
-        print(names)
+        agent.wait_for(r"attached: d0", timeout_s=MOST_START_S)
+        words = ("class", "set", "bulk", "--ceiling", "50mbit")
+        ran = ask("controller", *words)
+        assert ran.code == 0, f"got {ran}"
+        assert one.classes()["bulk"].ceiling_in_force_bits_per_s == 50 * MBIT
+        ran = ask("viewer", *words)
+        assert (ran.code, "denied" in ran.err) == (3, True), f"got {ran}"
+        assert ask("viewer", "status").code == 0
+        who = {line["who"]: line["result"] for line in audited(one)}
+        assert who == {f"{base}/controller": "ok", f"{base}/viewer": "denied"}, f"got {who}"
+        again = ("agent", "certs", "--out", str(certs), "--trust-domain", "fleet.example")
+        shapectl(*again, "--server-name", "127.0.0.1", "--keep-ca", "--force",
+                 "--client", "operator=/controller", "--client", "observer=/viewer")  # fmt: skip
+        agent.wait_for(r"certificates-reloaded")
+        assert ask("viewer", "status").code == 0
 
 
 def test_a_flood_of_calls_is_answered_or_refused(one: Bench, agent: AgentProcess) -> None:
@@ -215,7 +236,3 @@ def test_memory_and_cpu_of_an_idle_agent(one: Bench, agent: AgentProcess) -> Non
     assert pss_kb < 85 * 1024, f"got {pss_kb} kB, want at most 85 MB"
     with dial(one) as remote:
         remote.detach(one.device)
-
-
-assert subprocess
-assert sys

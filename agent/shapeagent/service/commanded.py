@@ -64,7 +64,8 @@ class CommandedEngine(Engine):
         with self.reading() as rtnl:
             attached = self._open(rtnl, device)
             try:
+                text = attached.policy.text  # that of the request may be a file of then
                 fields = {**attached.state.request, "confirm_s": None, "device": device}
-                return AttachRequest(**fields)
+                return AttachRequest(**{**fields, "policy_text": text})
             finally:
                 attached.close()

@@ -175,9 +175,7 @@ class Agent:
         sockets = Path(self._config.sockets.folder)
         with (
             self._signals(),
-            locked(
-                Path(self._config.agent.run_dir), sockets=sockets, netns=self._engine.netns
-            ),
+            locked(Path(self._config.agent.run_dir), sockets=sockets, netns=self._engine.netns),
             contextlib.ExitStack() as stack,
         ):
             stack.callback(self.events.close)

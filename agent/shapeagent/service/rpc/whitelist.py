@@ -13,7 +13,6 @@ from shapeagent.model.errors import ConflictError, InputError
 from shapeagent.model.reports import WhitelistChange
 from shapeagent.proto.shapectl.v1 import whitelist_pb2 as pb
 from shapeagent.service.engine import Engine
-from shapeagent.service.rpc import lists
 from shapeagent.service.rpc.batches import Batches
 from shapeagent.service.rpc.changes import Asked, Done, Runner, Told
 from shapeagent.service.rpc.events import follow
@@ -149,8 +148,7 @@ class WhitelistServicer:
             raise InputError("bad-request", "A replacement removes what it does not name.")
 
         def work(engine: Engine) -> Done[pb.UpdateWhitelistResponse | pb.StreamWhitelistResponse]:
-            found = lists.apply(
-                engine,
+            found = engine.whitelist_apply(
                 head.device,
                 change.add,
                 change.remove,
@@ -185,7 +183,7 @@ class WhitelistServicer:
             raise InputError("bad-page", f"A page has at most {MOST_PAGE:,} entries.")
         after = request.page_token[:_MOST_TOKEN_CHARACTERS] or None
         found = self._runner.look(
-            call, request.netns, lambda engine: lists.page(engine, device, after, size)
+            call, request.netns, lambda engine: engine.whitelist_page(device, after, size)
         )
         return pb.ListWhitelistResponse(
             rows=[to_message(one, pb.WhitelistRow) for one in found.rows],
