@@ -43,6 +43,7 @@ def ids_of(one: Bench) -> dict[str, int]:
     return found
 
 
+@pytest.mark.host
 def test_it_attaches_what_is_wanted_and_leaves_it_attached(
     bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
@@ -55,6 +56,7 @@ def test_it_attaches_what_is_wanted_and_leaves_it_attached(
     assert one.status().problems == (), f"got {one.status().problems}, want none"
 
 
+@pytest.mark.host
 def test_rollback_puts_back_what_was_there(bench: Callable[..., Bench], tmp_path: Path) -> None:
     one = bench()
     before = one.glance()
@@ -93,6 +95,7 @@ def test_a_killed_agent_is_followed_by_one_that_adopts(
         assert agent.text().count("compiling") <= 1, f"got {agent.text()}, want one compile"
 
 
+@pytest.mark.host
 def test_a_second_agent_is_told_who_has_the_lock(
     bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
@@ -124,6 +127,7 @@ def test_a_replaced_qdisc_comes_back_within_a_second(
     assert one.status().problems == (), f"got {one.status().problems}, want none"
 
 
+@pytest.mark.host
 def test_it_yields_to_an_owner_who_insists_and_returns_when_they_leave(
     bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
@@ -168,6 +172,7 @@ def test_a_lost_program_is_put_back_with_its_counters(
     assert ids_of(one) == programs, f"got {ids_of(one)}, want {programs}"
 
 
+@pytest.mark.host
 def test_a_device_that_comes_later_or_again_is_attached(
     bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
@@ -189,6 +194,7 @@ def test_a_device_that_comes_later_or_again_is_attached(
     one.engine.detach("late0")
 
 
+@pytest.mark.host
 def test_a_link_that_changes_is_followed(bench: Callable[..., Bench], tmp_path: Path) -> None:
     """F11."""
     one = bench()
@@ -204,6 +210,7 @@ def test_a_link_that_changes_is_followed(bench: Callable[..., Bench], tmp_path: 
     assert got == 4000, f"got MTU {got}, want 4000"
 
 
+@pytest.mark.host
 def test_a_flood_of_link_messages_costs_little(bench: Callable[..., Bench], tmp_path: Path) -> None:
     """F15, peers 14: a burst of messages is one look, and lost ones lose nothing."""
     one = bench()
@@ -223,6 +230,7 @@ def test_a_flood_of_link_messages_costs_little(bench: Callable[..., Bench], tmp_
     assert used < 3 * os.sysconf("SC_CLK_TCK"), f"got {used} ticks, want under 3 s of CPU"
 
 
+@pytest.mark.host
 def test_a_wrong_configuration_starts_nothing_and_changes_nothing_later(
     bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
@@ -250,6 +258,7 @@ def test_a_wrong_configuration_starts_nothing_and_changes_nothing_later(
         agent.wait_for(r"config-reloaded")
 
 
+@pytest.mark.host
 def test_systemd_hears_of_it(bench: Callable[..., Bench], tmp_path: Path) -> None:
     one = bench()
     path = tmp_path / "notify"
@@ -273,6 +282,7 @@ def test_systemd_hears_of_it(bench: Callable[..., Bench], tmp_path: Path) -> Non
     assert b"STOPPING=1" in left, f"got {left}, want STOPPING=1"
 
 
+@pytest.mark.host
 def test_a_stopped_agent_is_no_danger_and_goes_on(
     bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
@@ -305,11 +315,26 @@ def test_cap_sys_admin_is_not_needed(bench: Callable[..., Bench], tmp_path: Path
         tc("qdisc", "replace", "dev", one.device, "root", "pfifo", netns=one.netns)
         agent.wait_for(PUT_BACK)
         status = Path(f"/proc/{agent.pid}/status").read_text()
+        words = ("--agent", f"unix:{one.engine.run_dir}/admin.sock", "whitelist")
+        for address in ("203.0.113.1", "203.0.113.2", "198.51.100.0/24"):
+            ran = shapectl(*words, "add", address, "--class", "stream", "--device", one.device)
+            assert ran.code == 0, f"got {ran}"
+        agent.end(signal.SIGKILL)
+    with running_agent(one, tmp_path, text, prefix=prefix) as agent:
+        # the lists of the other process: the first change replaces them, the next are in place
+        for verb, address in (("remove", "203.0.113.1"), ("add", "203.0.113.3")):
+            more = ("--class", "stream") if verb == "add" else ()
+            agent.wait_for(r"listening: metrics on", count=2, timeout_s=MOST_START_S)
+            ran = shapectl(*words, verb, address, *more, "--device", one.device)
+            assert ran.code == 0, f"got {ran}"
+    listed = {row.destination or row.source for row in one.engine.whitelist_list(one.device)}
+    assert listed == {"203.0.113.2", "203.0.113.3", "198.51.100.0/24"}, f"got {listed}"
     assert one.status().problems == (), f"got {one.status().problems}, want none"
     effective = int(status.split("CapEff:")[1].split()[0], 16)
     assert not effective >> 21 & 1, f"got CapEff {effective:#x}, want no CAP_SYS_ADMIN"
 
 
+@pytest.mark.host
 def test_nothing_in_the_agent_forks(bench: Callable[..., Bench]) -> None:
     """Its threads and gRPC's would be lost; the compiler is started by exec."""
     one = bench()

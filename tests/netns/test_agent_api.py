@@ -26,6 +26,7 @@ from shapeagent.model.errors import PrivilegeError, ShapeError
 from shapeagent.model.reports import AttachRequest
 
 pytestmark = [
+    pytest.mark.host,
     pytest.mark.netns,
     pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root"),
 ]

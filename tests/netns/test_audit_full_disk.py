@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [
+    pytest.mark.host,
     pytest.mark.netns,
     pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs needs root"),
     pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare (util-linux) is missing"),

@@ -30,6 +30,7 @@ from shapeagent.service.frames import build_frame
 from shapeagent.service.rpc.contracts import Role
 
 pytestmark = [
+    pytest.mark.host,
     pytest.mark.netns,
     pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root"),
 ]

@@ -34,6 +34,7 @@ from enginekit import (
 )
 
 pytestmark = [
+    pytest.mark.host,
     pytest.mark.netns,
     pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root"),
 ]

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shapeagent.kernel import abi, bpf
-from shapeagent.kernel.maps import LIST_KINDS, ListKind, read_array, write_array
-from shapeagent.model.errors import FailedError
+from shapeagent.kernel.maps import LIST_KINDS, ListKind, PinnedMaps, read_array, write_array
+from shapeagent.model.errors import FailedError, PrivilegeError
 from shapeagent.model.types import Match, WhitelistEntry
 
 MAX_ENTRIES = 4_000_000  # per inner map; bounded so that a typo cannot eat the host's memory
@@ -152,9 +152,26 @@ def capacity_for(count: int) -> int:
 
 
 def inner_fd(maps: Mapping[str, int], kind: str, slot: int) -> int | None:
-    """Return a descriptor of the inner map in a slot of an array of maps, None if it is empty."""
+    """Return a descriptor of the inner map in a slot of an array of maps, None if it is empty.
+
+    Raises: FailedError inner-map-closed, without CAP_SYS_ADMIN, where this process has not
+        made the map: a replacement of the whole list is what is left.
+    """
     raw = bpf.lookup(maps[kind], slot.to_bytes(4, "little"), 4)
-    return None if raw is None else bpf.map_by_id(int.from_bytes(raw, "little"))
+    if raw is None:
+        return None
+    number = int.from_bytes(raw, "little")
+    kept = maps.kept_inner(kind, slot, number) if isinstance(maps, PinnedMaps) else None
+    if kept is not None:
+        return kept
+    try:
+        return bpf.map_by_id(number)
+    except PrivilegeError as error:
+        raise FailedError(
+            "inner-map-closed",
+            f"The list {kind} was made by another process, and opening it needs CAP_SYS_ADMIN.",
+            hint="sudo shapectl whitelist list, with the agent stopped",
+        ) from error
 
 
 def _inner_or_new(maps: Mapping[str, int], kind: str, slot: int) -> int:
@@ -249,11 +266,16 @@ def clear_half(maps: Mapping[str, int], kinds: Iterable[tuple[str, int]], active
     The old maps are freed by the kernel, off the packet path.
     """
     for kind, half in kinds:
-        bpf.delete(maps[kind], (2 * half + active).to_bytes(4, "little"))
+        slot = 2 * half + active
+        bpf.delete(maps[kind], slot.to_bytes(4, "little"))
+        if isinstance(maps, PinnedMaps):
+            maps.drop_inner(kind, slot)
 
 
 def _install(maps: Mapping[str, int], kind: str, slot: int, fd: int) -> None:
     bpf.update(maps[kind], slot.to_bytes(4, "little"), fd.to_bytes(4, "little"))
+    if isinstance(maps, PinnedMaps):
+        maps.keep_inner(kind, slot, fd)
 
 
 def add_in_place(

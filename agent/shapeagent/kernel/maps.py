@@ -165,6 +165,23 @@ class PinnedMaps(Mapping[str, int]):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[str, int] = {}
+        self._inner: dict[tuple[str, int], tuple[int, int]] = {}  # (kind, slot) → id, descriptor
+
+    def keep_inner(self, kind: str, slot: int, fd: int) -> None:
+        """Keep a descriptor of an inner map: by its id only CAP_SYS_ADMIN could open it again."""
+        self.drop_inner(kind, slot)
+        self._inner[kind, slot] = (bpf.map_id(fd), os.dup(fd))
+
+    def kept_inner(self, kind: str, slot: int, number: int) -> int | None:
+        """Return a descriptor of the inner map with this id, None where another one was kept."""
+        known, fd = self._inner.get((kind, slot), (0, -1))
+        return os.dup(fd) if known == number else None
+
+    def drop_inner(self, kind: str, slot: int) -> None:
+        """Close what was kept of a slot, so that the kernel can free it."""
+        found = self._inner.pop((kind, slot), None)
+        if found is not None:
+            os.close(found[1])
 
     def __getitem__(self, name: str) -> int:
         """Return the descriptor of a map.
@@ -185,8 +202,9 @@ class PinnedMaps(Mapping[str, int]):
 
     def close(self) -> None:
         """Close what was opened."""
-        bpf.close_all(list(self._open.values()))
+        bpf.close_all([*self._open.values(), *(fd for _, fd in self._inner.values())])
         self._open.clear()
+        self._inner.clear()
 
 
 def has_our_shape(folder: Path, name: str) -> bool | None:

@@ -40,6 +40,9 @@ _MOST_EXPIRED_ROWS = 1_000
 _MOST_IN_PLACE = 1_000  # expired entries that are removed one by one: nobody sees them any more
 _CLOCK_STEP_S = 2.0  # less is drift, which the kernel's deadlines need not follow
 
+#: Why an entry cannot be changed where it lies; nothing of it was, and the list is switched.
+_NOT_IN_PLACE = ("map-full", "inner-map-closed")
+
 
 class Whitelist:
     """The whitelist of an open attachment, kept in memory. Hold the lock.
@@ -199,14 +202,27 @@ class Whitelist:
         log = self._open_log()
         gone = [(place, key) for place, keys in delta.deletes.items() for key in keys]
         few = len(gone) <= _MOST_IN_PLACE
-        if few and not any(self._shares_address(place, key) for place, key in gone):
-            entries = [self.table.entry(place, key) for place, key in gone]
-            is_prefix = any(kind.is_prefix for _, kind in delta.deletes)
-            with self._changing(log, delta, self.generation, is_prefix=is_prefix):
-                self._attached.datapath.remove_entries(entries)
-        else:
+        if (
+            not few
+            or any(self._shares_address(place, key) for place, key in gone)
+            or not self._expire_in_place(log, delta, gone)
+        ):
             self._commit_switching(log, delta, self.generation)
         self._tidy(log)
+
+    def _expire_in_place(
+        self, log: WhitelistLog, delta: Delta, gone: Sequence[tuple[Place, bytes]]
+    ) -> bool:
+        entries = [self.table.entry(place, key) for place, key in gone]
+        is_prefix = any(kind.is_prefix for _, kind in delta.deletes)
+        try:
+            with self._changing(log, delta, self.generation, is_prefix=is_prefix):
+                self._attached.datapath.remove_entries(entries)
+        except FailedError as error:
+            if error.reference not in _NOT_IN_PLACE:
+                raise
+            return False
+        return True
 
     def _in_place(self, delta: Delta) -> tuple[Place, bytes, int | None] | None:
         """Return the one entry that a change is about, where it can be made in place."""
@@ -235,8 +251,13 @@ class Whitelist:
         datapath, table = self._attached.datapath, self.table
         if number is None:
             gone = table.entry(place, key)
-            with self._changing(log, delta, generation, is_prefix=place[1].is_prefix):
-                datapath.remove_entry(gone)
+            try:
+                with self._changing(log, delta, generation, is_prefix=place[1].is_prefix):
+                    datapath.remove_entry(gone)
+            except FailedError as error:
+                if error.reference not in _NOT_IN_PLACE:
+                    raise
+                return False
             return True
         group = table.groups[number]
         source, destination = packed.ends_of(place, key)
@@ -253,7 +274,7 @@ class Whitelist:
             ):
                 datapath.add_entry(entry, class_number, expires)
         except FailedError as error:
-            if error.reference != "map-full":
+            if error.reference not in _NOT_IN_PLACE:
                 raise
             return False
         return True
@@ -272,8 +293,8 @@ class Whitelist:
         try:
             yield
         except BaseException as error:
-            full = isinstance(error, FailedError) and error.reference == "map-full"
-            self._take_back(log, delta, generation, marks, is_clean=full)
+            clean = isinstance(error, FailedError) and error.reference in _NOT_IN_PLACE
+            self._take_back(log, delta, generation, marks, is_clean=clean)
             raise
         self._settle(generation, marks)
 
