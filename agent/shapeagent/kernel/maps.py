@@ -388,12 +388,11 @@ def read_all_percpu_u64(fd: int, entries: int, fields: int, cpus: int) -> list[l
     if raw is None:
         return [read_percpu_u64(fd, index, fields, cpus) for index in range(entries)]
     values = memoryview(raw).cast("Q")
-    step = fields * cpus
-    found = []
-    for begin in range(0, entries * step, step):
-        cpus_of_one = (values[at : at + fields] for at in range(begin, begin + step, fields))
-        found.append(list(map(sum, zip(*cpus_of_one, strict=True))))
-    return found
+    each_cpu = list(zip(*[iter(values)] * fields, strict=True))
+    return [
+        list(map(sum, zip(*each_cpu[first : first + cpus], strict=True)))
+        for first in range(0, entries * cpus, cpus)
+    ]
 
 
 def reason_counts(fd: int, cpus: int) -> tuple[dict[str, int], dict[str, int]]:

@@ -96,6 +96,13 @@ _FQ_WEIGHTS = struct.pack("=3i", 65_536, 32_768, 16_384)
 _TCA_STATS_BASIC = 1
 _TCA_STATS_QUEUE = 3
 _TCA_STATS_PKT64 = 8
+# TCA_STATS2 as nearly every qdisc and class has it: BASIC and QUEUE, each behind its header
+# (gnet_stats_copy_basic() and gnet_stats_copy_queue(), net/core/gen_stats.c).
+_USUAL_STATS = struct.Struct("=4sQI4x4s5I")
+_USUAL_HEADERS = (
+    struct.pack("=HH", 4 + 16, _TCA_STATS_BASIC),
+    struct.pack("=HH", 4 + 20, _TCA_STATS_QUEUE),
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -397,7 +404,7 @@ def is_ours(snapshot: TreeSnapshot, plan: TreePlan) -> bool:
 def configuration(rtnl: Rtnl, index: int) -> tuple[tuple[object, ...], ...]:
     """Return all that `read_back` looks at; where it is equal, so is what `read_back` finds."""
     return tuple(
-        (kind, message.parent, message.handle, message.kind, message.options)
+        (kind, message.parent, message.handle, message.attributes.get(TCA_KIND), message.options)
         for kind in (RTM_GETQDISC, RTM_GETTCLASS)
         for message in _dump(rtnl, kind, index)
     )
@@ -487,7 +494,21 @@ def _without_direct_packets(options: bytes) -> bytes:
 
 
 def _parse_counters(message: TcMessage) -> ClassCounters:
-    stats = parse_attributes(message.attributes.get(TCA_STATS2, b""))
+    payload = message.attributes.get(TCA_STATS2, b"")
+    if len(payload) >= _USUAL_STATS.size:
+        basic, sent_bytes, sent_packets, queue, *counts = _USUAL_STATS.unpack_from(payload)
+        if (basic, queue) == _USUAL_HEADERS:
+            queue_packets, backlog, drops, _, overlimits = counts
+            return ClassCounters(
+                message.handle & 0xFFFF,
+                sent_bytes,
+                sent_packets,
+                backlog,
+                queue_packets,
+                drops,
+                overlimits,
+            )
+    stats = parse_attributes(payload)
     sent_bytes, sent_packets = struct.unpack_from(
         "=QI", stats.get(_TCA_STATS_BASIC, b"").ljust(12, b"\0")
     )
