@@ -13,8 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "faults-tested.md"
 
 CASES = """C25 C26 C28 C29 C30 C31 C33 C34 C35 C36 C38 C39 C40 C42 C43 C44 C45 C46 C48 C73
+C98 C99 C103 C104 C106 C107 C109 C110
 C111 C112 C114 C116 C117 C118 C119 C120 C121"""
-FAULTS = [f"F{number}" for number in (*range(1, 26), *range(31, 43))]
+FAULTS = [f"F{number}" for number in (*range(1, 26), 27, 28, *range(30, 43))]
 
 
 def rows() -> list[list[str]]:
@@ -43,9 +44,9 @@ def test_a_test_that_is_named_exists(identity: str, name: str) -> None:
     assert re.search(rf"^def {function}\(", text, re.M), f"got no {function} in {path}"
 
 
-def test_only_what_is_the_agents_has_no_test() -> None:
-    bare = [cells[0] for cells in rows() if "`" not in cells[2] and cells[3] != "agent"]
-    assert not bare, f"got {bare} without a test, want one, or agent"
+def test_every_row_has_a_test() -> None:
+    bare = [cells[0] for cells in rows() if "`" not in cells[2]]
+    assert not bare, f"got {bare} without a test, want one"
 
 
 def runs_in_vm(name: str) -> bool:
