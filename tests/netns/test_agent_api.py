@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -207,6 +208,28 @@ def test_mtls_gives_roles_by_certificate(one: Bench, tmp_path: Path) -> None:
                  "--client", "operator=/controller", "--client", "observer=/viewer")  # fmt: skip
         agent.wait_for(r"certificates-reloaded")
         assert ask("viewer", "status").code == 0
+
+
+def test_who_watches_does_not_hold_up_the_end(one: Bench, agent: AgentProcess) -> None:
+    seen: list[str] = []
+    with dial(one) as remote:
+
+        def watch() -> None:
+            # it would go on with the next agent: it ends with its channel
+            with contextlib.suppress(ShapeError, ValueError):
+                seen.extend(event.kind for event in remote.events(follow=True))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        remote.attach(request(one))
+        wait_until(lambda: "attached" in seen, "the event")
+        remote.detach(one.device)
+        began_s = time.monotonic()
+        assert agent.end() == 0, f"got {agent.text()}"
+        took_s = time.monotonic() - began_s
+    watcher.join(20)
+    assert not watcher.is_alive(), "got the watcher left"
+    assert took_s < 4.0, f"got {took_s:.1f} s, want the watcher let go at once"
 
 
 def test_a_flood_of_calls_is_answered_or_refused(one: Bench, agent: AgentProcess) -> None:

@@ -178,7 +178,6 @@ class Agent:
             locked(Path(self._config.agent.run_dir), sockets=sockets, netns=self._engine.netns),
             contextlib.ExitStack() as stack,
         ):
-            stack.callback(self.events.close)
             self._writer.start()
             stack.callback(self._end_writer)
             monitor = Monitor(self._engine.netns, self._writer.wake)
@@ -188,6 +187,7 @@ class Agent:
             for server in self._make_servers(parts):
                 stack.callback(server.stop)
                 self._servers.append(server)
+            stack.callback(self.events.close)  # first of all: who watches must not be waited for
             for server in self._servers:
                 server.start()
             self._first_look()

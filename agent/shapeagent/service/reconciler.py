@@ -101,6 +101,7 @@ class Reconciler:
             except ShapeError as error:
                 next_s = min(next_s, self._failed(one, error))
             except Exception as error:  # one interface must not keep the others from us
+                self._engine.close()  # its socket may be what is wrong (F15)
                 wrapped = FailedError("internal", f"{type(error).__name__}: {error}")
                 next_s = min(next_s, self._failed(one, wrapped))
         return max(0.05, next_s)

@@ -29,6 +29,7 @@ from shapeagent.telemetry.http import HttpOptions, MetricsServer
 from shapeagent.telemetry.metrics import AgentFacts, AgentMetrics, MetricsPage
 
 _log = logging.getLogger("shapectl.agent")
+_HUNG_S = 10.0  # a replacement of a million entries takes 4 s
 _SCRAPE_S = 5.0  # that a scrape waits for the writer; half of Prometheus' own default
 
 
@@ -48,6 +49,7 @@ class RpcServer(Server):
         config = parts.config
         self._config = config
         self._events = parts.events
+        self._writer = parts.writer
         self._metrics = metrics
         self._tls: ServerTls | None = None
         self._peers: PeerAuthenticator | None = None
@@ -85,7 +87,8 @@ class RpcServer(Server):
         self._events.add("listening", "", f"gRPC with mTLS on {host} port {bound}")
 
     def tick(self) -> None:
-        """Take up renewed certificates; write what the audit log owes; say what is wrong."""
+        """Say whether calls are answered; take up certificates; write what the audit log owes."""
+        self._servers.set_serving(self._writer.busy_s < _HUNG_S)
         self._audit.tick()
         if self._tls is None:
             return

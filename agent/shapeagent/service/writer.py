@@ -166,6 +166,4 @@ class Writer:
 
 
 def _busy(why: str) -> ConflictError:
-    return ConflictError(
-        "agent-busy", f"The agent is busy: {why}.", hint="try again; shapectl agent status"
-    )
+    return ConflictError("agent-busy", f"The agent is busy: {why}.", hint="try again")
