@@ -793,7 +793,7 @@ def test_two_hundred_cycles_leave_nothing_behind(bench: Callable[..., Bench]) ->
         one.engine.detach(one.device)
     flat("descriptors", open_descriptors(), descriptors, 2)
     flat("memory in KiB", resident_kib(), memory_kib, 4_096)
-    assert threading.active_count() == threads, "got threads left behind"
+    assert threading.active_count() <= threads, "got threads left behind"
     found = one.host_state()  # of the maps and programs of every cycle none is left
     assert found == before, f"got {found}, want {before}"
     assert len(one.program_ids) >= 200 * 2, f"got {len(one.program_ids)} programs seen"
