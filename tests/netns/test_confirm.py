@@ -137,6 +137,7 @@ def undo_s(one: Bench) -> float:
     return spent[-1]
 
 
+@pytest.mark.rates
 def test_it_is_undone_in_time_though_the_whole_session_was_killed(
     one: Bench, scope: Path | None
 ) -> None:

@@ -41,6 +41,7 @@ def arriving(one: Bench, port: int = NORMAL, **options: object) -> tuple[UdpSink
     return sink, UdpSource(one.pair.peer_netns, (one.pair.address4, port), **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.rates
 def test_past_its_lease_the_redirect_ends_and_the_ceiling_stays(
     bench: Callable[..., Bench], tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_attaching_again_renews_the_redirect(bench: Callable[..., Bench]) -> Non
         assert one.reasons("ingress")["ifb-lease-expired"] == stale, "got policing under a lease"
 
 
+@pytest.mark.rates
 @pytest.mark.parametrize("damage", ["down", "delete"])
 def test_a_broken_ifb_loses_packets_until_its_lease_ends_and_no_longer(
     bench: Callable[..., Bench], damage: str

@@ -42,6 +42,7 @@ from enginekit import (
 pytestmark = [
     pytest.mark.netns,
     pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root"),
+    pytest.mark.rates,
 ]
 
 CLASS_SET = """
