@@ -32,7 +32,7 @@ class AgentProcess:
     def text(self) -> str:
         return self.log.read_text()
 
-    def wait_for(self, pattern: str, *, count: int = 1, timeout_s: float = 20.0) -> None:
+    def wait_for(self, pattern: str, *, count: int = 1, timeout_s: float = 60.0) -> None:
         """Return once as many lines of the log match."""
 
         def seen() -> bool:

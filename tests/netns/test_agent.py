@@ -308,7 +308,7 @@ def test_cap_sys_admin_is_not_needed(bench: Callable[..., Bench], tmp_path: Path
     text = config_text(one, interface(one))
     prefix = ("setpriv", f"--bounding-set={UNIT_CAPABILITIES}")
     with running_agent(one, tmp_path, text, prefix=prefix) as agent:
-        agent.wait_for(r"failed: d0: needs-root-cli: .*CAP_SYS_ADMIN")
+        agent.wait_for(r"failed: d0: needs-root-cli: .*CAP_SYS_ADMIN", timeout_s=MOST_START_S)
         ran = shapectl("agent", "prepare", "--config", str(agent.config))
         assert ran.code == 0, f"got {ran}"
         agent.wait_for(ATTACHED, timeout_s=MOST_START_S)
