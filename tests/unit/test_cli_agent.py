@@ -22,9 +22,10 @@ from rpckit import DEVICE, FakeEngine, Service, serving
 from shapeagent.client import local
 from shapeagent.client.address import AgentAddress, TlsFiles, parse_address
 from shapeagent.client.channel import open_channel
-from shapeagent.client.packing import MOST_IN_BATCH, pack
+from shapeagent.client.packing import MOST_IN_BATCH, batches_of
 from shapeagent.client.remote import RemoteEngine
 from shapeagent.model.errors import InputError
+from shapeagent.policy.packed import pack_entries
 from shapeagent.policy.whitelist import LineDefaults, parse_entry
 from shapeagent.service.rpc.contracts import Role
 from shapeagent.service.state import RUN_DIR
@@ -349,9 +350,9 @@ def test_packing_bounds_its_batches() -> None:
         dataclasses.replace(template, destination=(n.to_bytes(16, "big"), 128))
         for n in range(1, MOST_IN_BATCH + 2)
     ]
-    found = [len(one.hosts6) // 16 for one in pack(many)]
+    found = [len(one.hosts6) // 16 for one in batches_of(pack_entries(many))]
     assert found == [MOST_IN_BATCH, 1], f"got {found}"
-    assert all(one.ByteSize() < 4 << 20 for one in pack(many))
+    assert all(one.ByteSize() < 4 << 20 for one in batches_of(pack_entries(many)))
 
 
 # --- events

@@ -6,19 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from shapeagent.client.messages import word_number
-from shapeagent.model.types import PackedBatch, WhitelistEntry
-from shapeagent.policy.packed import pack_entries
+from shapeagent.model.types import PackedBatch
 from shapeagent.proto.shapectl.v1 import common_pb2
 from shapeagent.proto.shapectl.v1.whitelist_pb2 import WhitelistBatch, WhitelistGroup
 
 #: In one batch: 32 B each at most, far below the 4 MiB of a message.
 MOST_IN_BATCH = 65_536
 _MATCH = common_pb2.DESCRIPTOR.enum_types_by_name["Match"]
-
-
-def pack(entries: Iterable[WhitelistEntry]) -> Iterator[WhitelistBatch]:
-    """Yield the entries as batches of at most 65,536."""
-    return batches_of(pack_entries(entries))
 
 
 def batches_of(batches: Iterable[PackedBatch]) -> Iterator[WhitelistBatch]:

@@ -33,7 +33,8 @@ from shapeagent.model.reports import (
     WhitelistChange,
     WhitelistRow,
 )
-from shapeagent.model.types import WhitelistEntry
+from shapeagent.model.types import PackedBatch, WhitelistEntry
+from shapeagent.policy.packed import pack_entries
 from shapeagent.proto.shapectl.v1 import (
     common_pb2,
     policy_pb2,
@@ -236,7 +237,7 @@ class RemoteEngine:
         self, device: str, entries: Sequence[WhitelistEntry], *, yes_everything: bool = False
     ) -> WhitelistChange:
         """Add entries; one that is there already with another class is changed."""
-        return self._whitelist.change(device, add=entries, yes_everything=yes_everything)
+        return self.whitelist_apply(device, pack_entries(entries), yes_everything=yes_everything)
 
     def whitelist_import(
         self, device: str, entries: Sequence[WhitelistEntry], *, yes_everything: bool = False
@@ -246,7 +247,7 @@ class RemoteEngine:
 
     def whitelist_remove(self, device: str, entries: Sequence[WhitelistEntry]) -> WhitelistChange:
         """Remove entries by address and match."""
-        return self._whitelist.change(device, remove=entries)
+        return self.whitelist_apply(device, remove=pack_entries(entries))
 
     def whitelist_replace(
         self,
@@ -257,10 +258,30 @@ class RemoteEngine:
         expected_generation: int | None = None,
     ) -> WhitelistChange:
         """Replace the whole whitelist."""
+        return self.whitelist_apply(
+            device,
+            pack_entries(entries),
+            replace=True,
+            yes_everything=yes_everything,
+            expected_generation=expected_generation,
+        )
+
+    def whitelist_apply(
+        self,
+        device: str,
+        add: Sequence[PackedBatch] = (),
+        remove: Sequence[PackedBatch] = (),
+        *,
+        replace: bool = False,
+        expected_generation: int | None = None,
+        yes_everything: bool = False,
+    ) -> WhitelistChange:
+        """Make one change of packed batches; see Engine.whitelist_apply."""
         return self._whitelist.change(
             device,
-            add=entries,
-            replace=True,
+            add=add,
+            remove=remove,
+            replace=replace,
             yes_everything=yes_everything,
             expected_generation=expected_generation,
         )

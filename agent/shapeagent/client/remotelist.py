@@ -12,9 +12,9 @@ import grpc
 from shapeagent.client.connection import Connection, fresh_id
 from shapeagent.client.errors import error_of
 from shapeagent.client.messages import from_message
-from shapeagent.client.packing import MOST_IN_BATCH, pack
+from shapeagent.client.packing import MOST_IN_BATCH, batches_of
 from shapeagent.model.reports import WhitelistChange, WhitelistRow
-from shapeagent.model.types import WhitelistEntry
+from shapeagent.model.types import PackedBatch
 from shapeagent.proto.shapectl.v1 import whitelist_pb2 as pb
 from shapeagent.proto.shapectl.v1 import whitelist_pb2_grpc
 
@@ -42,8 +42,8 @@ class RemoteWhitelist:
         self,
         device: str,
         *,
-        add: Sequence[WhitelistEntry] = (),
-        remove: Sequence[WhitelistEntry] = (),
+        add: Sequence[PackedBatch] = (),
+        remove: Sequence[PackedBatch] = (),
         replace: bool = False,
         yes_everything: bool = False,
         expected_generation: int | None = None,
@@ -59,8 +59,11 @@ class RemoteWhitelist:
             "netns": self._netns,
             "why": self._why,
         }
-        if len(add) + len(remove) <= MOST_IN_BATCH:
-            request = pb.UpdateWhitelistRequest(**head, add=pack(add), remove=pack(remove))
+        count = sum(one.count for one in (*add, *remove))
+        if count <= MOST_IN_BATCH:
+            request = pb.UpdateWhitelistRequest(
+                **head, add=batches_of(add), remove=batches_of(remove)
+            )
             if request.ByteSize() < MOST_MESSAGE_BYTES:
                 answer = self._connection.call(self._stub.UpdateWhitelist, request)
                 return from_message(answer.change, WhitelistChange)
@@ -69,9 +72,9 @@ class RemoteWhitelist:
         def parts() -> Iterator[pb.StreamWhitelistRequest]:
             message = pb.StreamWhitelistRequest
             yield message(begin=begin)
-            for batches in _bundled(pack(remove), pack(add)):
+            for batches in _bundled(batches_of(remove), batches_of(add)):
                 yield message(batches=batches)
-            yield message(commit=message.Commit(entries=len(add) + len(remove)))
+            yield message(commit=message.Commit(entries=count))
 
         return self._stream(parts)
 
