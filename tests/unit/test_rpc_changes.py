@@ -313,11 +313,41 @@ def test_a_store_that_fails_later_is_named(tmp_path: Path) -> None:
     store = RequestIds(tmp_path)
     store._connection.execute("DROP TABLE answers")
     with pytest.raises(FailedError) as caught:
-        store.remember("who", "a", Answer(b"d", b"m"))
-    assert caught.value.reference == "state-unwritable"
-    with pytest.raises(FailedError) as caught:
         store.find("who", "a")
     assert caught.value.reference == "state-damaged"
+    store.close()
+
+
+def test_what_the_disk_does_not_take_is_known_and_written_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = RequestIds(tmp_path)
+    most = store._connection.execute("PRAGMA max_page_count = 1").fetchone()[0]  # as it is now
+    for number in range(200):
+        store.remember("who", str(number), Answer(b"d", bytes(1000)))
+    assert store._unwritten, f"got all of them written in {most} pages, want a full database"
+    for number in range(200):
+        assert store.find("who", str(number)) == Answer(b"d", bytes(1000)), f"got none of {number}"
+    said = [one for one in caplog.messages if "Cannot write" in one]
+    assert len(said) == 1, f"got {said}, want one line for all"
+    store._connection.execute("PRAGMA max_page_count = 100000")
+    store.remember("who", "last", Answer(b"d", b"m"))
+    store.close()
+    again = RequestIds(tmp_path)
+    for number in range(200):
+        assert again.find("who", str(number)) is not None, f"got {number} lost"
+    again.close()
+
+
+def test_memory_for_what_the_disk_does_not_take_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requestids, "MOST_UNWRITTEN", 10)
+    store = RequestIds(tmp_path)
+    store._connection.execute("DROP TABLE answers")
+    for number in range(50):
+        store.remember("who", str(number), Answer(b"d", b"m"))
+    assert [key for _, key in store._unwritten] == [str(number) for number in range(40, 50)]
     store.close()
 
 

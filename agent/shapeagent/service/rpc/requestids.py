@@ -4,13 +4,15 @@
 SQLite, with one commit for each answer that does not wait for the disk: it
 outlasts the agent, killed or not. A crash of the whole machine may lose the
 newest ones; then the change is done again, and the engine's changes are such
-that this changes nothing.
+that this changes nothing. What a full disk does not take is kept in memory until
+it does: the change is made by then, and an error would say the contrary.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import sqlite3
@@ -21,9 +23,12 @@ from pathlib import Path
 
 from shapeagent.model.errors import FailedError, InputError
 
+_log = logging.getLogger("shapectl.agent.rpc")
+
 FILE_NAME = "requests.sqlite"
 MOST_KEPT = 16_384
 MOST_BYTES = 32 << 20  # of all answers together
+MOST_UNWRITTEN = 4_096  # answers that a full disk does not take
 _TRIM_EVERY = 256  # answers
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
 _SCHEMA = """
@@ -83,6 +88,8 @@ class RequestIds:
         self._most_kept = most_kept
         self._lock = threading.Lock()
         self._since_trim = 0
+        self._unwritten: dict[tuple[str, str], Answer] = {}
+        self._is_stuck = False
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
@@ -119,6 +126,9 @@ class RequestIds:
         """Return what was answered, None where nothing was. Raises: FailedError state-damaged."""
         try:
             with self._lock:
+                unwritten = self._unwritten.get((who, request_id))
+                if unwritten is not None:
+                    return unwritten
                 row = self._connection.execute(
                     "SELECT digest, answer FROM answers WHERE who = ? AND request_id = ?",
                     (who, request_id),
@@ -132,19 +142,31 @@ class RequestIds:
         return None if row is None else Answer(*row)
 
     def remember(self, who: str, request_id: str, answer: Answer) -> None:
-        """Keep an answer; the oldest make room. Raises: FailedError state-unwritable."""
-        try:
-            with self._lock:
-                self._connection.execute(
-                    "INSERT OR REPLACE INTO answers (who, request_id, digest, answer) "
-                    "VALUES (?, ?, ?, ?)",
-                    (who, request_id, answer.digest, answer.message),
-                )
-                self._since_trim += 1
-                if self._since_trim >= _TRIM_EVERY:
-                    self._trim()
-        except sqlite3.Error as error:
-            raise _unwritable(self._path, error) from error
+        """Keep an answer; the oldest make room."""
+        with self._lock:
+            self._unwritten[who, request_id] = answer
+            try:
+                self._write_out()
+            except sqlite3.Error as error:
+                if not self._is_stuck:
+                    _log.error("%s", _unwritable(self._path, error).message)
+                self._is_stuck = True
+                while len(self._unwritten) > MOST_UNWRITTEN:
+                    del self._unwritten[next(iter(self._unwritten))]
+            else:
+                self._is_stuck = False
+
+    def _write_out(self) -> None:
+        for (who, request_id), answer in list(self._unwritten.items()):
+            self._connection.execute(
+                "INSERT OR REPLACE INTO answers (who, request_id, digest, answer) "
+                "VALUES (?, ?, ?, ?)",
+                (who, request_id, answer.digest, answer.message),
+            )
+            del self._unwritten[who, request_id]
+            self._since_trim += 1
+        if self._since_trim >= _TRIM_EVERY:
+            self._trim()
 
     def _trim(self) -> None:
         self._since_trim = 0
