@@ -90,6 +90,7 @@ def test_what_a_caller_detached_stays_so_over_a_restart(one: Bench, tmp_path: Pa
     table = f'device = "{one.device}"\nlink_rate = "100mbit"\n'
     with running_agent(one, tmp_path, config_text(one, table)) as agent:
         agent.wait_for(r"attached: d0", timeout_s=MOST_START_S)
+        agent.wait_for(r"listening: metrics on")
         with dial(one) as remote:
             remote.detach(one.device)
         time.sleep(1.5)  # three looks of the reconciler
@@ -113,6 +114,7 @@ def test_what_a_caller_attached_is_kept_as_wanted(one: Bench, tmp_path: Path) ->
     tc("qdisc", "del", "dev", one.device, "root", netns=one.netns)
     with running_agent(one, tmp_path, config_text(one)) as agent:
         wait_until(lambda: root_of(one) == "htb", "ours again", timeout_s=MOST_START_S)
+        agent.wait_for(r"listening: metrics on", count=2)
         with dial(one) as remote:
             remote.detach(one.device)
 

@@ -24,6 +24,45 @@ _RECEIVE_BYTES = 1 << 16
 _DRAIN_MOST = 256  # messages for one call: a flood must not keep us reading for ever
 
 
+def _subscribed(netns: str | None, *groups: int) -> Rtnl:
+    """Return a socket, never waited for, that hears of these groups."""
+    netlink = namespaces.run_in_netns(netns, Rtnl)
+    netlink.raw.setblocking(False)
+    for group in groups:
+        netlink.raw.setsockopt(_SOL_NETLINK, _ADD_MEMBERSHIP, group)
+    return netlink
+
+
+class Watch:
+    """Tells whether the links of a namespace are as they were when it was asked last.
+
+    The kernel queues a message before the call returns that changed a link (also one that
+    removes, renames or moves it), so that no change is missed. For one thread.
+    """
+
+    def __init__(self, netns: str | None, *, traffic_control: bool = False) -> None:
+        """Args: traffic_control: qdiscs, classes and filters too; tcx links send no message."""
+        groups = (_RTNLGRP_LINK, _RTNLGRP_TC) if traffic_control else (_RTNLGRP_LINK,)
+        self._netlink = _subscribed(netns, *groups)
+
+    def has_changed(self) -> bool:
+        """Return whether anything happened since the last call; what was told is forgotten."""
+        found = False
+        while True:
+            try:
+                self._netlink.raw.recv(_RECEIVE_BYTES)
+            except BlockingIOError:
+                return found
+            except OSError as error:  # ENOBUFS: there was more than it kept for us
+                if error.errno != errno.ENOBUFS:
+                    raise
+            found = True
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._netlink.close()
+
+
 class Monitor:
     """A thread that calls `on_change` after changes, at most once per `quiet_s`."""
 
@@ -32,12 +71,8 @@ class Monitor:
     ) -> None:
         self._on_change = on_change
         self._quiet_s = quiet_s
-        self._netlink = namespaces.run_in_netns(netns, Rtnl)
+        self._netlink = _subscribed(netns, _RTNLGRP_LINK, _RTNLGRP_TC)
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        raw = self._netlink.raw
-        raw.setblocking(False)
-        for group in (_RTNLGRP_LINK, _RTNLGRP_TC):
-            raw.setsockopt(_SOL_NETLINK, _ADD_MEMBERSHIP, group)
         self._thread = threading.Thread(target=self._loop, name="monitor", daemon=True)
         self.overruns = 0  # how often the kernel had to drop messages
 

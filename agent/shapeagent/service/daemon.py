@@ -9,11 +9,13 @@ forks: gRPC's threads would not survive that.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +42,8 @@ _log = logging.getLogger("shapectl.agent")
 
 HANGS_S = 60.0  # a compile takes 1 s here, 30 s on an emulated CPU
 _STOP_S = 30.0
+_ADOPT_S = 0.5
+_MOST_OWED = 1_000  # counts
 _TICK_S = 5.0
 _WARNED = frozenset({"failed", "disputed", "yielded", "config-refused", "put-back"})
 
@@ -56,6 +60,50 @@ class Server(Protocol):
     def stop(self) -> None: ...
 
 
+class AgentCounters(Counters, Protocol):
+    """Where the agent counts; telemetry.metrics.AgentMetrics is one."""
+
+    def config_reload(self, *, accepted: bool) -> None: ...
+
+
+class LateCounters:
+    """Keeps what happened before there are metrics: those are loaded once interfaces are adopted.
+
+    Any thread may count.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counters: AgentCounters | None = None
+        self._owed: deque[Callable[[AgentCounters], None]] = deque(maxlen=_MOST_OWED)
+
+    def use(self, counters: AgentCounters) -> None:
+        """Count there, also what has happened so far."""
+        with self._lock:
+            self._counters = counters
+            while self._owed:
+                self._owed.popleft()(counters)
+
+    def reconcile_action(self, action: str) -> None:
+        """Count something that the reconciler put right."""
+        self._count(lambda to: to.reconcile_action(action))
+
+    def conflict(self, kind: str) -> None:
+        """Count a time at which the reconciler gave way."""
+        self._count(lambda to: to.conflict(kind))
+
+    def config_reload(self, *, accepted: bool) -> None:
+        """Count a configuration that was read again."""
+        self._count(lambda to: to.config_reload(accepted=accepted))
+
+    def _count(self, count: Callable[[AgentCounters], None]) -> None:
+        with self._lock:
+            if self._counters is None:
+                self._owed.append(count)
+            else:
+                count(self._counters)
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What servers are made of."""
@@ -64,25 +112,7 @@ class Parts:
     writer: Writer
     reconciler: Reconciler
     events: EventLog
-
-
-class NoCounters:
-    """Counts nothing."""
-
-    def reconcile_action(self, action: str) -> None:
-        """Forget it."""
-
-    def conflict(self, kind: str) -> None:
-        """Forget it."""
-
-    def config_reload(self, *, accepted: bool) -> None:
-        """Forget it."""
-
-
-class AgentCounters(Counters, Protocol):
-    """Where the agent counts; telemetry.metrics.AgentMetrics is one."""
-
-    def config_reload(self, *, accepted: bool) -> None: ...
+    counters: LateCounters
 
 
 def attach_request(table: InterfaceTable) -> AttachRequest:
@@ -128,9 +158,9 @@ class Agent:
         *,
         config_path: str | None = None,
         netns: str | None = None,
-        counters: AgentCounters | None = None,
         servers: Callable[[Parts], Sequence[Server]] = lambda _: (),
     ) -> None:
+        """Args: servers: makes what listens; called once interfaces were looked at."""
         self._config = config
         self._config_path = config_path
         self._stop = threading.Event()
@@ -138,7 +168,7 @@ class Agent:
         self._wake = threading.Event()
         self._notifier = Notifier()
         self.events = EventLog(_log_event)
-        self._counters = counters or NoCounters()
+        self._counters = LateCounters()
         self._engine = CommandedEngine(
             netns=netns,
             progress=_log.debug,
@@ -157,9 +187,8 @@ class Agent:
             self._counters,
             every_s=config.agent.reconcile,
         )
-        self._engine.on_attached = self._said_attach
-        self._engine.on_detached = self._said_detach
-        self._writer = Writer(self._engine, idle=self._reconciler.look)
+        self._engine.wanting = self._wanting
+        self._writer = Writer(self._engine, idle=self._look)
         self._make_servers = servers
         self._servers: list[Server] = []
 
@@ -183,14 +212,18 @@ class Agent:
             monitor = Monitor(self._engine.netns, self._writer.wake)
             stack.callback(monitor.close)
             monitor.start()
-            parts = Parts(self._config, self._writer, self._reconciler, self.events)
+            # adopting takes a tenth of what loading gRPC does; an attach, which compiles, more
+            self._first_look(_ADOPT_S)
+            parts = Parts(self._config, self._writer, self._reconciler, self.events, self._counters)
             for server in self._make_servers(parts):
                 stack.callback(server.stop)
                 self._servers.append(server)
             stack.callback(self.events.close)  # first of all: who watches must not be waited for
             for server in self._servers:
                 server.start()
-            self._first_look()
+            self._first_look(HANGS_S)
+            gc.collect()
+            gc.freeze()  # what was loaded stays: a full collection would stop calls for 50 ms
             self._say("READY=1")
             self._wait()
             self._say("STOPPING=1")
@@ -200,21 +233,24 @@ class Agent:
         self._stop.set()
         self._wake.set()
 
-    def _said_attach(self, request: AttachRequest) -> None:
-        """In the writer's thread: a caller wants this interface so."""
-        self._wanted.say(request.device, request, self._tables)
-        self._reconciler.set_requests(self._wanted.effective(self._tables))
-        self._reconciler.begin_anew(request.device)
+    def _look(self) -> float:
+        """In the writer's thread, between calls."""
+        self._wanted.catch_up()
+        return self._reconciler.look()
 
-    def _said_detach(self, device: str) -> None:
-        """In the writer's thread: a caller wants this interface left alone."""
-        self._wanted.say(device, None, self._tables)
+    @contextlib.contextmanager
+    def _wanting(self, device: str, request: AttachRequest | None) -> Iterator[None]:
+        """In the writer's thread: a caller wants this interface so, None: left alone."""
+        with self._wanted.saying(device, request, self._tables):
+            yield
         self._reconciler.set_requests(self._wanted.effective(self._tables))
+        if request is not None:
+            self._reconciler.begin_anew(device)
 
-    def _first_look(self) -> None:
-        """Wait until every wanted interface was looked at once."""
+    def _first_look(self, most_s: float) -> None:
+        """Wait until every wanted interface was looked at once, for so long at most."""
         with contextlib.suppress(ShapeError):
-            self._writer.run(lambda _: None, timeout_s=HANGS_S)
+            self._writer.run(lambda _: None, timeout_s=most_s)
 
     def _wait(self) -> None:
         watchdog_s = self._notifier.watchdog_s
@@ -265,6 +301,7 @@ class Agent:
                         _log.error("%s: %s", error.reference, error.message)
         try:
             self._writer.stop(_STOP_S)
+            self._reconciler.close()
             self._engine.close()
         except ShapeError as error:
             _log.error("%s: %s", error.reference, error.message)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from shapeagent.kernel import netns as namespaces
 from shapeagent.kernel.clock import JiffiesClock
 from shapeagent.kernel.datapath import Datapath
 from shapeagent.kernel.link import read_device
+from shapeagent.kernel.monitor import Watch
 from shapeagent.kernel.probe import require_privileges
 from shapeagent.kernel.rtnl import NetlinkRefusal, Rtnl
 from shapeagent.kernel.signals import InterruptGuard
@@ -49,6 +49,7 @@ from shapeagent.service.state import (
     RUN_DIR,
     AttachState,
     CeilingState,
+    Files,
     StateDir,
     list_states,
     locked,
@@ -95,7 +96,7 @@ class Attached:
         self.datapath = Datapath(self.maps, state.kernel.possible_cpus)
         self.clock = JiffiesClock()
         self._trees: dict[Direction, TreePlan | None] = {}
-        self.stamp = _stamp(store)  # of the state that this is
+        self.stamp = store.stamp()  # of the state that this is
         self.is_kept = False  # by an engine that keeps it open
         self._whitelist: Whitelist | None = None
 
@@ -127,14 +128,14 @@ class Attached:
     def save(self, state: AttachState) -> None:
         """Write a new state."""
         self.store.write(state)
-        self.state, self.stamp = state, _stamp(self.store)
+        self.state, self.stamp = state, self.store.stamp()
 
     @contextlib.contextmanager
     def saving(self, state: AttachState, *, lasting: bool = True) -> Iterator[None]:
         """Change the kernel in the body; the new state is in force where that did not fail."""
         with self.store.writing(state, lasting=lasting):
             yield
-        self.state, self.stamp = state, _stamp(self.store)
+        self.state, self.stamp = state, self.store.stamp()
 
     def set_tree(self, direction: Direction, tree: TreePlan | None) -> None:
         """Note the tree that stands after a change."""
@@ -205,6 +206,9 @@ class Engine(WhitelistCalls):
         self._holds_lock = holds_lock  # the agent does, for its life, and has one writer
         self._rtnl: Rtnl | None = None
         self._kept: dict[str, Attached] = {}
+        # for who holds the lock for life: what was found there and whole by the name of a device
+        self._links: Watch | None = None
+        self._found_whole: dict[str, tuple[Attached, Files]] = {}
         self._found_right: dict[int, tuple[TreePlan, tuple[tuple[object, ...], ...]]] = {}
         # of an attachment and direction: the tree, and the state and policy that it was planned for
         self._planned: dict[tuple[str, Direction], tuple[AttachState, Policy, TreePlan | None]] = {}
@@ -466,9 +470,13 @@ class Engine(WhitelistCalls):
         if self._rtnl is not None:
             self._rtnl.close()
             self._rtnl = None
+        if self._links is not None:
+            self._links.close()
+            self._links = None
 
     def forget(self, keys: Iterable[str] | None = None) -> None:
         """Close the attachments that are kept open: all, or these."""
+        self._found_whole.clear()
         for key in list(self._kept) if keys is None else keys:
             attached = self._kept.pop(key, None)
             if attached is not None:
@@ -476,7 +484,13 @@ class Engine(WhitelistCalls):
 
     def forget_gone(self) -> None:
         """Close those that another program has undone, so that the kernel can free their maps."""
-        self.forget([key for key, one in self._kept.items() if one.stamp != _stamp(one.store)])
+        gone = [key for key, one in self._kept.items() if one.stamp != one.store.stamp()]
+        if gone:
+            self.forget(gone)
+
+    def keeps(self, attached: Attached) -> bool:
+        """Return whether an attachment is kept open still: it is the one that is in force."""
+        return self._kept.get(attached.key) is attached
 
     def opened(self, rtnl: Rtnl, device: DeviceFacts) -> Attached | None:
         """Return the attachment of this very device, None where there is none or it did not end.
@@ -597,6 +611,36 @@ class Engine(WhitelistCalls):
         return None
 
     def _open(self, rtnl: Rtnl, device: str, *, repair: bool = False) -> Attached:
+        if not repair or not self._holds_lock:
+            return self._look_for(rtnl, device, repair=repair)
+        known = self._known_whole(device)
+        if known is not None:
+            return known
+        attached = self._look_for(rtnl, device, repair=True)
+        if attached.is_kept:
+            self._found_whole[device] = (attached, attached.store.stamps())
+        return attached
+
+    def _known_whole(self, device: str) -> Attached | None:
+        """Return an attachment that is open, of which no file and no link has changed since.
+
+        A change then asks the kernel for nothing that it was asked before: that is half of a
+        whitelist update.
+        """
+        if self._links is None:
+            self._links = Watch(self.netns)
+        if self._links.has_changed():
+            self._found_whole.clear()
+        attached, files = self._found_whole.pop(device, (None, None))
+        if attached is None or not self.keeps(attached):
+            return None
+        now = attached.store.stamps()
+        if files is None or now[0] != attached.stamp or now[1:] != files[1:]:
+            return None
+        self._found_whole[device] = (attached, now)
+        return attached
+
+    def _look_for(self, rtnl: Rtnl, device: str, *, repair: bool) -> Attached:
         for key in self._keys(rtnl, device):
             if repair:
                 recovering.repair(self, key)
@@ -612,7 +656,7 @@ class Engine(WhitelistCalls):
     def _open_key(self, rtnl: Rtnl, key: str) -> Attached:
         store = self.store(key)
         kept = self._kept.get(key)
-        if kept is not None and kept.stamp == _stamp(store):
+        if kept is not None and kept.stamp == store.stamp():
             return kept
         self.forget([key])
         attached = self._open_anew(rtnl, store, key)
@@ -648,15 +692,6 @@ class Engine(WhitelistCalls):
                 f"A pin or file of {state.device}'s attachment is gone: {error}.",
                 hint=f"shapectl detach {state.device}, then attach again",
             ) from error
-
-
-def _stamp(store: StateDir) -> tuple[int, int, int] | None:
-    """Return what changes whenever a state is written; None where there is none."""
-    try:
-        found = os.stat(store.folder / "state.json")
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _not_attached(device: str) -> ConflictError:

@@ -14,7 +14,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from shapeagent.kernel import bpf, filters, link, qdisc, tcx
-from shapeagent.model.errors import ShapeError
 from shapeagent.model.types import Direction, Hook
 from shapeagent.service.hook import PROGRAMS
 
@@ -50,7 +49,7 @@ class Lost:
 
 def find_lost(attached: Attached) -> tuple[Lost, ...]:
     """Return what others took away or replaced; the device itself is there."""
-    found = [*_lost_tree(attached), *_lost_programs(attached)]
+    found = [*_lost_tree(attached), *lost_programs(attached)]
     state = attached.state
     if state.gso_set is not None:
         now = link.read_gso(attached.rtnl, state.index)
@@ -65,11 +64,9 @@ def _lost_tree(attached: Attached) -> list[Lost]:
     if tree is None:
         return []
     index = attached.state.index
-    try:
-        qdisc.read_back(attached.rtnl, index, tree, leaf_limits=False)
+    if not attached.engine.tree_problem(attached.rtnl, index, tree):
         return []
-    except ShapeError:
-        snapshot = qdisc.dump_tree(attached.rtnl, index)
+    snapshot = qdisc.dump_tree(attached.rtnl, index)
     root = snapshot.root
     if qdisc.is_default_root(snapshot) or root is None:
         return [Lost(Part.TREE, "")]
@@ -78,7 +75,8 @@ def _lost_tree(attached: Attached) -> list[Lost]:
     return [Lost(Part.TREE, f'root qdisc "{root.kind} {root.handle >> 16:x}:"')]
 
 
-def _lost_programs(attached: Attached) -> list[Lost]:
+def lost_programs(attached: Attached) -> list[Lost]:
+    """Return which of our programs do not stand where they should."""
     found = []
     state = attached.state
     for direction, name in PROGRAMS.items():

@@ -2,12 +2,14 @@
 """Keeps the interfaces of the agent's configuration as they are wanted.
 
 Called by the writer's thread between calls: after each netlink event, and
-every few seconds, since tcx links, cgroups and lost messages send none. It
-reads everything anew each time; what it remembers is only how often it tried.
+every few seconds. Where no link, qdisc or filter has changed since, it looks
+only for what sends no message: whitelist entries that end, and tcx links; at
+each event, and every ten seconds, it reads everything anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +17,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from shapeagent.kernel.link import read_device
+from shapeagent.kernel.monitor import Watch
 from shapeagent.kernel.rtnl import Rtnl
+from shapeagent.kernel.sysfs import holding_sysfs
 from shapeagent.model.errors import ConflictError, FailedError, InputError, ShapeError
 from shapeagent.model.reports import AttachRequest
-from shapeagent.model.types import DeviceFacts
+from shapeagent.model.types import DeviceFacts, Hook
 from shapeagent.policy.reconcile import Choice, Dispute, Retry
 from shapeagent.service import following, reapplying
 from shapeagent.service.commanded import CommandedEngine
@@ -28,6 +32,7 @@ from shapeagent.telemetry.events import EventLog
 
 ACTIONS = ("attach", "adopt", "repair", "put-back", "failed")
 CONFLICTS = tuple(part.value for part in Part)
+_FULL_EVERY_S = 10.0  # queues that ethtool changed, a cgroup that came
 _AGAIN_S = 0.2  # after something was put back: whether it stays
 
 
@@ -49,6 +54,8 @@ class Watched:
     retry: Retry = field(default_factory=Retry)
     disputes: dict[Part, Dispute] = field(default_factory=dict)
     has_lists: bool = False  # the whitelist of this attachment is in force
+    is_new: bool = True  # not seen attached yet, and not by a call
+    settled: Attached | None = None  # where all was as wanted at the last look
 
 
 class Reconciler:
@@ -70,6 +77,15 @@ class Reconciler:
         self._every_s = every_s
         self._clock = clock
         self._watched = {one.device: Watched(one) for one in requests}
+        self._began = False
+        self._watch: Watch | None = None
+        self._full_due_s = 0.0
+
+    def close(self) -> None:
+        """Close what it listens with; the writer has ended."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     @property
     def watched(self) -> Mapping[str, Watched]:
@@ -89,15 +105,25 @@ class Reconciler:
     def begin_anew(self, device: str) -> None:
         """Note that a caller attached an interface: disputes about it begin anew."""
         if device in self._watched:
-            self._watched[device] = Watched(self._watched[device].request)
+            self._watched[device] = Watched(self._watched[device].request, is_new=False)
 
     def look(self) -> float:
         """Look at everything once and put right what can be; returns when to look again (s)."""
         next_s = self._every_s
+        if not self._began:
+            self._began = True
+            self._undo_unfinished()
         self._engine.forget_gone()
-        for one in self._watched.values():
+        standing = self._standing()
+        for device, one in self._watched.items():
+            attached = standing.get(device)
+            one.settled = None  # until this look has ended well
             try:
-                next_s = min(next_s, self._look_at(one))
+                if attached is None:
+                    next_s = min(next_s, self._look_at(one))
+                else:
+                    self._expire(one, attached)
+                    next_s = min(next_s, self._settled(one, attached))
             except ShapeError as error:
                 next_s = min(next_s, self._failed(one, error))
             except Exception as error:  # one interface must not keep the others from us
@@ -105,6 +131,71 @@ class Reconciler:
                 wrapped = FailedError("internal", f"{type(error).__name__}: {error}")
                 next_s = min(next_s, self._failed(one, wrapped))
         return max(0.05, next_s)
+
+    def _undo_unfinished(self) -> None:
+        """Undo what an agent before this one was killed at, where nobody wants it attached."""
+        try:
+            for done in self._engine.undo_unfinished(self._watched.keys()):
+                text = "a change that was cut off was undone"
+                self._events.add("undone", done.device, text)
+        except ShapeError as error:
+            self._events.add("failed", "", f"{error.reference}: {error.message}")
+
+    def _standing(self) -> dict[str, Attached]:
+        """Return what is attached as it is wanted, by device; the rest needs a closer look."""
+        if self._is_quiet():
+            return {
+                device: one.settled
+                for device, one in self._watched.items()
+                if one.settled is not None and self._still_stands(one.settled)
+            }
+        found: dict[str, Attached] = {}
+        with (
+            contextlib.suppress(ShapeError, OSError),
+            self._engine.reading() as rtnl,
+            rtnl.looking(),  # only reads: what several ask for is asked of the kernel once
+            holding_sysfs(),
+        ):
+            for device in self._watched:
+                with contextlib.suppress(ShapeError, OSError):
+                    attached = self._found_right(rtnl, device)
+                    if attached is not None:
+                        found[device] = attached
+        return found
+
+    def _is_quiet(self) -> bool:
+        """Return whether nothing has changed in the kernel since the last look, as far as it says.
+
+        Asked before anything is read: what comes meanwhile counts for the next look.
+        """
+        if self._watch is None:
+            self._watch = Watch(self._engine.netns, traffic_control=True)
+            return False
+        changed = self._watch.has_changed()
+        now_s = self._clock()
+        if changed or now_s >= self._full_due_s:
+            self._full_due_s = now_s + _FULL_EVERY_S
+            return False
+        return True
+
+    def _still_stands(self, attached: Attached) -> bool:
+        """Return whether what was as wanted still is, by what sends no message."""
+        if not self._engine.keeps(attached):
+            return False
+        with contextlib.suppress(ShapeError, OSError):
+            return attached.state.hook != Hook.TCX.value or not reapplying.lost_programs(attached)
+        return False
+
+    def _found_right(self, rtnl: Rtnl, device: str) -> Attached | None:
+        facts = _find(rtnl, device)
+        attached = None if facts is None else self._engine.opened(rtnl, facts)
+        if facts is None or attached is None:
+            return None
+        if not attached.is_kept:
+            attached.close()
+            return None
+        is_right = not self._drifted(attached, facts) and not reapplying.find_lost(attached)
+        return attached if is_right else None
 
     def _look_at(self, one: Watched) -> float:
         with self._engine.reading() as rtnl:
@@ -124,7 +215,7 @@ class Reconciler:
 
     def _attach(self, one: Watched) -> float:
         report = self._engine.attach_unasked(one.request)
-        one.has_lists = False
+        one.has_lists = one.is_new = False
         one.retry.succeeded()
         action = "attach" if report.changed else "adopt"
         self._counters.reconcile_action(action)
@@ -144,7 +235,7 @@ class Reconciler:
         self._expire(one, attached)
         lost = reapplying.find_lost(attached)
         if not lost:
-            return self._settled(one)
+            return self._settled(one, attached)
         return min(self._dispute(one, attached, each) for each in lost)
 
     def _expire(self, one: Watched, attached: Attached) -> None:
@@ -163,7 +254,12 @@ class Reconciler:
     def _drifted(self, attached: Attached, facts: DeviceFacts) -> bool:
         return bool(following.drifts_of(attached.state, facts))
 
-    def _settled(self, one: Watched) -> float:
+    def _settled(self, one: Watched, attached: Attached) -> float:
+        if attached.is_kept:
+            one.settled = attached
+        if one.is_new:
+            self._counters.reconcile_action("adopt")
+        one.is_new = False
         now_s = self._clock()
         for part, dispute in one.disputes.items():
             if dispute.settled(now_s):

@@ -65,6 +65,7 @@ class RpcServer(Server):
                 parts.events,
                 state_dir=Path(config.agent.state_dir),
                 observe=metrics.grpc_call,
+                observe_update=metrics.whitelist_update,
             )
         except BaseException:
             self._audit.close()
@@ -204,8 +205,10 @@ def _http_options(table: MetricsTable) -> HttpOptions:
     return HttpOptions(address=address, tls=tls, users=users)
 
 
-def make_servers(parts: Parts, metrics: AgentMetrics) -> list[Server]:
+def make_servers(parts: Parts) -> list[Server]:
     """Return the servers that the configuration wants. Raises: ShapeError of one of them."""
+    metrics = new_metrics()
+    parts.counters.use(metrics)
     rpc = RpcServer(parts, metrics)
     servers: list[Server] = [rpc]
     if parts.config.metrics is not None:

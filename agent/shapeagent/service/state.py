@@ -33,6 +33,8 @@ from shapeagent.model.types import DeviceFacts, GsoLimits, Hook, KernelFacts
 from shapeagent.service import listfacts
 
 _T = TypeVar("_T")
+Stamp = tuple[int, int, int] | None  # what changes with a file; None where there is none
+Files = tuple[Stamp, ...]
 
 SCHEMA = 1
 RUN_DIR = Path("/run/shapectl")
@@ -256,6 +258,18 @@ class StateDir:
     def __init__(self, run_dir: Path, key: str, pins: Path | None = None) -> None:
         self.folder = run_dir / key
         self.pins = pins
+
+    def stamp(self, name: str = KEPT_FILES[0]) -> Stamp:
+        """Return what changes whenever a file is written; None where there is none."""
+        try:
+            found = os.stat(self.folder / name)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def stamps(self) -> Files:
+        """Return the stamps of the files that `damage` looks into, but for the whitelist's."""
+        return tuple(map(self.stamp, KEPT_FILES))
 
     def read(self) -> AttachState | None:
         """Return the state, None where nothing is attached.

@@ -8,17 +8,19 @@ the next start would undo it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shapeagent.model.errors import FailedError
 from shapeagent.model.reports import AttachRequest
 from shapeagent.service.state import sync_path, unwritable, write_down
 
@@ -40,6 +42,8 @@ class WantedStore:
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         """Read them. A damaged file is put aside as `wanted.json.corrupt-TIME`, and said."""
         self._path = folder / FILE_NAME
+        self._warn = warn
+        self._is_behind = False  # of what was said
         self._said: dict[str, Said] = {}
         try:
             self._said = _parse(self._path.read_bytes())
@@ -64,23 +68,52 @@ class WantedStore:
                 found.append(said.request)
         return found
 
-    def say(
+    @contextlib.contextmanager
+    def saying(
         self, device: str, request: AttachRequest | None, config: Sequence[AttachRequest]
-    ) -> None:
-        """Keep what a call said. It is on the disk when this returns.
+    ) -> Iterator[None]:
+        """Carry out in the body what a call said; it is kept, and on the disk, where that worked.
 
-        Raises: FailedError state-unwritable; nothing has changed.
+        A full disk is so noticed before anything is attached. A detach is carried out all the
+        same (F30), and reaches the disk when there is room: see `catch_up`.
+
+        Raises: FailedError state-unwritable.
         """
         table = next((one for one in config if one.device == device), None)
         said = {**self._said, device: Said(request, _digest(table))}
         if request is None and table is None:
             del said[device]  # nobody wants it any more
         if said == self._said:
+            yield
             return
-        self._write(said)
+        try:
+            self._stage(said)
+        except FailedError as error:
+            if request is not None:
+                raise
+            self._warn(f"{error.message} Until it can be written, a restart attaches {device}.")
+            self._is_behind = True
+        try:
+            yield
+        except BaseException:
+            self._staged.unlink(missing_ok=True)
+            raise
         self._said = said
+        if not self._is_behind:
+            self._commit()
 
-    def _write(self, said: dict[str, Said]) -> None:
+    def catch_up(self) -> None:
+        """Write what a full disk did not take, if it does now."""
+        if self._is_behind:
+            with contextlib.suppress(FailedError):
+                self._stage(self._said)
+                self._commit()
+
+    @property
+    def _staged(self) -> Path:
+        return self._path.with_suffix(".new")
+
+    def _stage(self, said: dict[str, Said]) -> None:
         body = json.dumps(
             {
                 "schema": _SCHEMA,
@@ -95,13 +128,21 @@ class WantedStore:
             sort_keys=True,
         )
         text = f"{zlib.crc32(body.encode()):08x} {body}\n"
-        beside = self._path.with_suffix(".new")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_down(beside, text.encode(), lasting=True)
-            os.replace(beside, self._path)
+            write_down(self._staged, text.encode(), lasting=True)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._staged.unlink(missing_ok=True)
+            raise unwritable(self._path, error) from error
+        self._is_behind = False
+
+    def _commit(self) -> None:
+        try:
+            os.replace(self._staged, self._path)
             sync_path(self._path.parent)
         except OSError as error:
+            self._is_behind = True
             raise unwritable(self._path, error) from error
 
 

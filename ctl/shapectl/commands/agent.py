@@ -35,19 +35,17 @@ def run(ctx: click.Context, config_path: str, log_level: str) -> None:
     What it attached stays attached when it ends, unless the configuration says
     on_exit = "rollback".
     """
-    from shapeagent.service.daemon import Agent, read_config
-    from shapeagent.service.servers import make_servers, new_metrics
+    from shapeagent.service.daemon import Agent, Parts, Server, read_config
+
+    def servers(parts: Parts) -> list[Server]:
+        # gRPC and what comes with it takes as long to load as all the rest
+        from shapeagent.service.servers import make_servers
+
+        return make_servers(parts)
 
     logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     config = read_config(config_path)
-    metrics = new_metrics()
-    Agent(
-        config,
-        config_path=config_path,
-        netns=session_of(ctx).netns,
-        counters=metrics,
-        servers=lambda parts: make_servers(parts, metrics),
-    ).run()
+    Agent(config, config_path=config_path, netns=session_of(ctx).netns, servers=servers).run()
 
 
 @command.command("prepare")

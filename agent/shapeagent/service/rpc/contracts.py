@@ -142,6 +142,9 @@ class Events(Protocol):
 
 #: Told of each call's end: method, status code ("OK"), seconds.
 CallObserver = Callable[[str, str, float], None]
+#: Told of each whitelist change that was made: "single", "batch" or "replace", and the seconds
+#: from when all of it was there to its effect in the kernel.
+UpdateObserver = Callable[[str, float], None]
 
 
 class FixedRole:

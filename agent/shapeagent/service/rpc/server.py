@@ -35,6 +35,7 @@ from shapeagent.service.rpc.contracts import (
     CallObserver,
     Events,
     FixedRole,
+    UpdateObserver,
     Writer,
 )
 from shapeagent.service.rpc.events import EventServicer
@@ -98,12 +99,14 @@ class RpcServers:
         *,
         state_dir: Path,
         observe: CallObserver = lambda method, code, seconds: None,
+        observe_update: UpdateObserver = lambda kind, seconds: None,
     ) -> None:
         """Make them; nothing listens yet.
 
         Args:
             state_dir: where request ids are kept.
             observe: told of each call's end.
+            observe_update: told of each whitelist change.
 
         Raises: FailedError state-unwritable; RuntimeError: a method has no role.
         """
@@ -116,7 +119,7 @@ class RpcServers:
         runner = Runner(writer, audit, self._request_ids, events)
         self._shaper = ShaperServicer(runner)
         self._policy = PolicyServicer(runner)
-        self._whitelist = WhitelistServicer(runner)
+        self._whitelist = WhitelistServicer(runner, observe_update)
         self._events = EventServicer(events)
         self._servers: list[Any] = []  # grpc.Server
         self._sockets: list[BoundSocket] = []

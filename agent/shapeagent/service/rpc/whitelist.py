@@ -15,6 +15,7 @@ from shapeagent.proto.shapectl.v1 import whitelist_pb2 as pb
 from shapeagent.service.engine import Engine
 from shapeagent.service.rpc.batches import Batches
 from shapeagent.service.rpc.changes import Asked, Done, Runner, Told
+from shapeagent.service.rpc.contracts import UpdateObserver
 from shapeagent.service.rpc.events import follow
 from shapeagent.service.rpc.guard import Call
 from shapeagent.service.rpc.requestids import check_request_id, digest_of
@@ -44,8 +45,9 @@ class _Head:
 class WhitelistServicer:
     """Its methods are named and called as gRPC's generated code wants it."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, observe: UpdateObserver) -> None:
         self._runner = runner
+        self._observe = observe
         self._uploads = threading.BoundedSemaphore(MOST_UPLOADS)
 
     # --- changes
@@ -143,6 +145,7 @@ class WhitelistServicer:
         change: Batches,
         answer_type: type[pb.UpdateWhitelistResponse] | type[pb.StreamWhitelistResponse],
     ) -> pb.UpdateWhitelistResponse | pb.StreamWhitelistResponse:
+        began_s = time.monotonic()
         change.check()
         if head.replace and change.remove:
             raise InputError("bad-request", "A replacement removes what it does not name.")
@@ -156,6 +159,8 @@ class WhitelistServicer:
                 expected_generation=head.expected_generation,
                 yes_everything=head.yes_everything,
             )
+            kind = "replace" if head.replace else "single" if change.count == 1 else "batch"
+            self._observe(kind, time.monotonic() - began_s)
             answer = answer_type(change=to_message(found, pb.WhitelistChange))
             answer.change.notices.extend(change.notices)
             return Done(answer, new=_in_words(found), told=_told(found))
