@@ -115,19 +115,22 @@ def _send(out: socket.socket, to: tuple[str, int], per_s: int, stop: Connection)
 
 
 class BulkLoad:
-    """Datagrams of class bulk from near to far, by a process of its own, while the block lasts."""
+    """Datagrams of class bulk from near to far, by a process of its own, while the block lasts.
 
-    def __init__(self, ends: Pair, per_s: int) -> None:
+    To another `port` they are of another class.
+    """
+
+    def __init__(self, ends: Pair, per_s: int, *, port: int = LOAD_PORT) -> None:
         self.sent = self.received = 0  # known after the block
         self._receiver = ends.socket_at(ends.far, socket.SOCK_DGRAM)
         self._sender = ends.socket_at(ends.near, socket.SOCK_DGRAM)
         so_rcvbufforce = 33
         self._receiver.setsockopt(socket.SOL_SOCKET, so_rcvbufforce, 512 << 20)
-        self._receiver.bind((ends.far.ipv4, LOAD_PORT))
+        self._receiver.bind((ends.far.ipv4, port))
         self._receiver.setblocking(False)
         context = multiprocessing.get_context("fork")
         self._ours, theirs = context.Pipe()
-        arguments = (self._sender, (ends.far.ipv4, LOAD_PORT), per_s, theirs)
+        arguments = (self._sender, (ends.far.ipv4, port), per_s, theirs)
         self._child = context.Process(target=_send, args=arguments, daemon=True)
 
     def __enter__(self) -> BulkLoad:
@@ -152,5 +155,10 @@ class BulkLoad:
 
 def bulk_packets(ends: Pair) -> int:
     """Return how many packets the near end has counted in class bulk on egress."""
+    return class_packets(ends)["bulk"]
+
+
+def class_packets(ends: Pair) -> dict[str, int]:
+    """Return class → packets that the near end has counted on egress."""
     status = ends.engine.status(ends.near.device)[0]
-    return sum(c.packets for c in status.classes if c.name == "bulk" and c.direction == "egress")
+    return {c.name: c.packets for c in status.classes if c.direction == "egress"}

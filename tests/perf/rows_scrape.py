@@ -31,8 +31,8 @@ _BUILTIN_CLASSES = 4
 _HEADERS = {"Accept": "application/openmetrics-text;version=1.0.0", "Accept-Encoding": "gzip"}
 
 
-def _policy(folder: Path) -> Path:
-    """Write the built-in policy with as many classes as there may be."""
+def most_classes(folder: Path) -> Path:
+    """Return the path of the built-in policy, written with as many classes as there may be."""
     more = "".join(
         f'[classes.more{n}]\npriority = {4 + n % 4}\nguarantee = "1%"\nceiling = "50%"\n\n'
         for n in range(SHP_MAX_CLASSES - _BUILTIN_CLASSES)
@@ -87,7 +87,7 @@ def scrape(options: Options) -> Sequence[Result]:
     with (
         tempfile.TemporaryDirectory(prefix="shp-perf-") as folder,
         pair() as ends,
-        _attached_to_all(ends, _policy(Path(folder))),
+        _attached_to_all(ends, most_classes(Path(folder))),
     ):
         page = MetricsPage(ends.engine, _facts, AgentMetrics())
         server = MetricsServer(page, HttpOptions(address="127.0.0.1:0"))

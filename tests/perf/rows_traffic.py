@@ -231,7 +231,7 @@ def _flooded(ends: Pair, flows: int) -> Iterator[None]:
         out.close()
 
 
-def _signal_p99_us(ends: Pair, seconds: float) -> float:
+def signal_p99_us(ends: Pair, seconds: float) -> float:
     """Return the 99th percentile of the one-way delay of signalling over UDP, in microseconds."""
     config: dict[str, object] = {
         "address": ends.far.ipv4,
@@ -268,7 +268,7 @@ def flood_of_new_flows(options: Options) -> Sequence[Result]:
         for _ in range(options.pick(PAIRS, 2)):
             for flows, p99s in found.items():
                 with _flooded(ends, flows):
-                    p99s.append(_signal_p99_us(ends, seconds))
+                    p99s.append(signal_p99_us(ends, seconds))
     quiet, one_flow, scan = found.values()
     return [
         Result(
