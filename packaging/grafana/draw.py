@@ -29,6 +29,7 @@ _UNITS = {
     "bps": "bit/s", "pps": "pkt/s", "s": "s", "bytes": "B", "ops": "/s", "short": "", "none": "",
 }  # fmt: skip
 _POINTS = 300
+_MOST_IN_LEGEND = 12
 _DAY_S = 86_400
 
 
@@ -61,6 +62,14 @@ def legend(pattern: str, labels: dict[str, str]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], ""), pattern).strip()
 
 
+def shown_series(series: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the series that a panel has room for: of many only those that are not 0 all along."""
+    if len(series) <= _MOST_IN_LEGEND:
+        return series
+    alive = [one for one in series if any(float(value) > 0 for _, value in one[1])]
+    return alive[:_MOST_IN_LEGEND]
+
+
 def draw_panel(axes: Axes, panel: dict[str, Any], series: list[tuple[str, Any]]) -> None:
     """Draw one panel: lines, or the last value where it is a figure."""
     axes.set_title(panel["title"], fontsize=9, loc="left")
@@ -74,14 +83,14 @@ def draw_panel(axes: Axes, panel: dict[str, Any], series: list[tuple[str, Any]])
         axes.text(0.5, 0.4, text, ha="center", va="center", fontsize=15)
         axes.set_axis_off()
         return
-    for name, values in series:
+    for name, values in shown_series(series):
         moments = [float(moment) - float(values[-1][0]) for moment, _ in values]
         axes.plot(moments, [float(value) for _, value in values], linewidth=1, label=name)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0) if unit == "percentunit" else shown)
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.3)
-    if series:
+    if axes.lines:
         axes.legend(fontsize=6, loc="upper left", ncols=2)
 
 
