@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,16 @@ from typing import Any
 import pytest
 from agentkit import MOST_START_S, config_text, running_agent
 from devicekit import rename
-from enginekit import Bench, entry
+from enginekit import Bench, entry, wait_until
 from netlab import ip, tc
 
 from shapeagent.kernel import rtnl, tcx
 from shapeagent.kernel.monitor import Watch
+from shapeagent.model.agentschema import load_agent_config
 from shapeagent.model.errors import ConflictError, FailedError, ShapeError
 from shapeagent.model.types import Direction
 from shapeagent.service.commanded import CommandedEngine
+from shapeagent.service.daemon import Agent
 
 pytestmark = [
     pytest.mark.netns,
@@ -203,3 +207,31 @@ def test_what_happened_before_there_were_metrics_is_counted(
             'shapectl_whitelist_update_seconds_count{kind="single"} 1.0',
         ):
             assert line in lines, f"got no {line!r} in {lines}"
+
+
+def test_a_look_survives_a_socket_that_fails(
+    bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F15: what tells of changes is gone: each look reads everything."""
+    one = bench()
+    one.attach()
+    table = f'device = "{one.device}"\nlink_rate = "100mbit"'
+    agent = Agent(load_agent_config(config_text(one, table), "test"), netns=one.netns)
+    thread = threading.Thread(target=agent.run)
+
+    def fail(_: Watch) -> bool:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    thread.start()
+    try:
+        wait_until(lambda: told(agent, "attached"), "the adoption", timeout_s=MOST_START_S)
+        monkeypatch.setattr(Watch, "has_changed", fail)
+        tc("qdisc", "replace", "dev", one.device, "root", "pfifo", netns=one.netns)
+        wait_until(lambda: told(agent, "put-back"), "our tree to be put back")
+    finally:
+        agent.stop()
+        thread.join(30)
+
+
+def told(agent: Agent, kind: str) -> bool:
+    return any(event.kind == kind for event in agent.events.after(0)[0])

@@ -82,7 +82,7 @@ class Reconciler:
         self._full_due_s = 0.0
 
     def close(self) -> None:
-        """Close what it listens with; the writer has ended."""
+        """Close what it listens with; a later look opens it again."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -168,10 +168,15 @@ class Reconciler:
 
         Asked before anything is read: what comes meanwhile counts for the next look.
         """
-        if self._watch is None:
-            self._watch = Watch(self._engine.netns, traffic_control=True)
-            return False
-        changed = self._watch.has_changed()
+        try:
+            if self._watch is None:
+                self._watch = Watch(self._engine.netns, traffic_control=True)
+                changed = True
+            else:
+                changed = self._watch.has_changed()
+        except (OSError, ShapeError):  # then it looks each time
+            self.close()
+            changed = True
         now_s = self._clock()
         if changed or now_s >= self._full_due_s:
             self._full_due_s = now_s + _FULL_EVERY_S
