@@ -15,7 +15,6 @@ import os
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,8 +30,9 @@ from shapeagent.model.reports import AttachRequest
 from shapeagent.service.commanded import CommandedEngine
 from shapeagent.service.documents import read_document
 from shapeagent.service.engine import Engine
+from shapeagent.service.latecounters import LateCounters
 from shapeagent.service.notify import Notifier
-from shapeagent.service.reconciler import Counters, Reconciler
+from shapeagent.service.reconciler import Reconciler
 from shapeagent.service.state import locked
 from shapeagent.service.wanted import WantedStore
 from shapeagent.service.writer import Writer
@@ -43,7 +43,6 @@ _log = logging.getLogger("shapectl.agent")
 HANGS_S = 60.0  # a compile takes 1 s here, 30 s on an emulated CPU
 _STOP_S = 30.0
 _ADOPT_S = 0.5
-_MOST_OWED = 1_000  # counts
 _TICK_S = 5.0
 _WARNED = frozenset({"failed", "disputed", "yielded", "config-refused", "put-back"})
 
@@ -58,50 +57,6 @@ class Server(Protocol):
     def reload(self, config: AgentConfig) -> None: ...
 
     def stop(self) -> None: ...
-
-
-class AgentCounters(Counters, Protocol):
-    """Where the agent counts; telemetry.metrics.AgentMetrics is one."""
-
-    def config_reload(self, *, accepted: bool) -> None: ...
-
-
-class LateCounters:
-    """Keeps what happened before there are metrics: those are loaded once interfaces are adopted.
-
-    Any thread may count.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counters: AgentCounters | None = None
-        self._owed: deque[Callable[[AgentCounters], None]] = deque(maxlen=_MOST_OWED)
-
-    def use(self, counters: AgentCounters) -> None:
-        """Count there, also what has happened so far."""
-        with self._lock:
-            self._counters = counters
-            while self._owed:
-                self._owed.popleft()(counters)
-
-    def reconcile_action(self, action: str) -> None:
-        """Count something that the reconciler put right."""
-        self._count(lambda to: to.reconcile_action(action))
-
-    def conflict(self, kind: str) -> None:
-        """Count a time at which the reconciler gave way."""
-        self._count(lambda to: to.conflict(kind))
-
-    def config_reload(self, *, accepted: bool) -> None:
-        """Count a configuration that was read again."""
-        self._count(lambda to: to.config_reload(accepted=accepted))
-
-    def _count(self, count: Callable[[AgentCounters], None]) -> None:
-        with self._lock:
-            if self._counters is None:
-                self._owed.append(count)
-            else:
-                count(self._counters)
 
 
 @dataclass(frozen=True, slots=True)
