@@ -39,7 +39,8 @@ from shapeagent.model.reports import (
 from shapeagent.model.types import PackedBatch
 from shapeagent.policy.packed import check_batches, entry_of, row_of, split_keys
 from shapeagent.service.engine import Engine
-from shapeagent.service.rpc.contracts import AuditEntry, CallObserver, Role
+from shapeagent.service.identity.auditline import AuditEntry
+from shapeagent.service.rpc.contracts import CallObserver, Role
 from shapeagent.service.rpc.server import RpcServers
 from shapeagent.service.rpc.sockets import SocketPlan
 from shapeagent.telemetry.events import EventLog

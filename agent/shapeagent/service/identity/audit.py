@@ -29,7 +29,6 @@ from shapeagent.service.identity.auditline import (
     INTERRUPTED,
     MOST_LINE_BYTES,
     AuditEntry,
-    Entry,
     encode_line,
     id_marker,
 )
@@ -68,7 +67,7 @@ class Ticket:
         self._slot = slot
         self._ended = False
 
-    def end(self, entry: Entry) -> None:
+    def end(self, entry: AuditEntry) -> None:
         """Return when the change's line is durable; once only.
 
         Args:
@@ -127,7 +126,7 @@ class Audit:
         self._group = GroupCommit(self._file, self._changed)
         self._write_owed()
 
-    def record(self, entry: Entry) -> None:
+    def record(self, entry: AuditEntry) -> None:
         """Return when the entry's line is durable.
 
         Raises: FailedError audit-unwritable.
@@ -138,7 +137,7 @@ class Audit:
         finally:
             self._give_back_line()
 
-    def begin(self, entry: Entry) -> Ticket:
+    def begin(self, entry: AuditEntry) -> Ticket:
         """Return a ticket for a change, whose line has its room from now on.
 
         Where the process dies before the ticket's end, the next start writes the line as
@@ -159,7 +158,7 @@ class Audit:
             raise
         return Ticket(self, identifier, slot)
 
-    def end(self, entry: Entry, identifier: str, slot: int) -> None:
+    def end(self, entry: AuditEntry, identifier: str, slot: int) -> None:
         """Return when the line of a ticket is durable; `Ticket.end` is for callers."""
         line = self._encode(entry, identifier)
         try:
@@ -174,7 +173,7 @@ class Audit:
         finally:
             self._give_back_line()
 
-    def record_denied(self, entry: Entry) -> None:
+    def record_denied(self, entry: AuditEntry) -> None:
         """As `record`, of a call that was refused; many of one kind become one count.
 
         At most 20 lines a minute for each caller, method and reason: nobody can push older
@@ -294,7 +293,9 @@ class Audit:
             except ShapeError as error:
                 _LOG.warning("audit: %d refusals of %s: %s", count, entry.method, error.message)
 
-    def _encode(self, entry: Entry, identifier: str | None = None, *, repeated: int = 0) -> bytes:
+    def _encode(
+        self, entry: AuditEntry, identifier: str | None = None, *, repeated: int = 0
+    ) -> bytes:
         return encode_line(entry, identifier or _new_identifier(), self._clock(), repeated=repeated)
 
     def _set_aside_line(self) -> None:
@@ -315,7 +316,7 @@ class Audit:
             self._open_lines -= 1
             self._changed.notify_all()
 
-    def _commit(self, line: bytes, entry: Entry | None) -> None:
+    def _commit(self, line: bytes, entry: AuditEntry | None) -> None:
         """Return when `line` is durable, together with whatever else gathered meanwhile."""
         error = self._group.commit(line)
         if error is None:

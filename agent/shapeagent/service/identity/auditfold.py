@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from shapeagent.service.identity.auditline import Entry
+from shapeagent.service.identity.auditline import AuditEntry
 
 LINES_PER_WINDOW = 20
 WINDOW_S = 60.0
@@ -24,7 +24,7 @@ _Kind = tuple[str, str, str]
 @dataclass(slots=True)
 class _Window:
     began_s: float
-    last: Entry
+    last: AuditEntry
     written: int = 0
     folded: int = 0
 
@@ -38,7 +38,7 @@ class Folding:
     def __init__(self) -> None:
         self._windows: OrderedDict[_Kind, _Window] = OrderedDict()
 
-    def admit(self, entry: Entry, now_s: float) -> bool:
+    def admit(self, entry: AuditEntry, now_s: float) -> bool:
         """Return True where the entry's own line is to be written, False where it was counted."""
         kind = (entry.who, entry.method, entry.result)
         window = self._windows.get(kind)
@@ -51,7 +51,7 @@ class Folding:
         window.folded += 1
         return False
 
-    def take_due(self, now_s: float, *, everything: bool = False) -> list[tuple[Entry, int]]:
+    def take_due(self, now_s: float, *, everything: bool = False) -> list[tuple[AuditEntry, int]]:
         """Return the counts whose time has come: the last entry of each, and how many.
 
         Callers' names are theirs to choose within the trust domain: what has more kinds than

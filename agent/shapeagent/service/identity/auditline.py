@@ -12,7 +12,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from shapeagent.model.reports import to_jsonable
 
@@ -39,78 +39,31 @@ _TEXTS = ("who", "role", "peer", "method", "object", "request_id", "why")
 MOST_LINE_BYTES = 16 << 10
 
 
-class Entry(Protocol):
-    """One call, or one batch, as the audit log tells it; `AuditEntry` is one."""
-
-    @property
-    def who(self) -> str:
-        """The SPIFFE id, or the socket's role for a local caller."""
-
-    @property
-    def role(self) -> str:
-        """What the caller may do; "none" where it was not known."""
-
-    @property
-    def peer(self) -> str:
-        """Where the call came from, as gRPC names it."""
-
-    @property
-    def method(self) -> str:
-        """As gRPC names it: /shapectl.v1.ShaperService/Attach."""
-
-    @property
-    def object(self) -> str:
-        """What it is done to: an interface, a class, a list."""
-
-    @property
-    def old(self) -> Any:
-        """What was there: text, or anything `to_jsonable` takes; "" and None: nothing."""
-
-    @property
-    def new(self) -> Any:
-        """What is there now."""
-
-    @property
-    def why(self) -> str:
-        """The caller's reason."""
-
-    @property
-    def result(self) -> str:
-        """OK, or the reference of the error."""
-
-    @property
-    def request_id(self) -> str:
-        """The caller's name for this change."""
-
-    @property
-    def entries(self) -> int | None:
-        """Of a batch, how many."""
-
-    @property
-    def digest(self) -> str:
-        """Of a batch, the SHA-256 of its entries in hex: what the line has no room for."""
-
-
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """An `Entry` that can be made; each field is as it says."""
+    """One call, or one batch, as the audit log tells it."""
 
-    who: str
-    role: str
-    peer: str
-    method: str
-    object: str = ""
-    old: Any = ""
-    new: Any = ""
-    why: str = ""
-    result: str = OK
-    request_id: str = ""
-    entries: int | None = None
-    digest: str = ""
+    who: str  # the SPIFFE id, or the socket's role for a local caller
+    role: str  # what the caller may do; "none" where it was not known
+    peer: str  # as gRPC names it
+    method: str  # as gRPC names it: /shapectl.v1.ShaperService/Attach
+    object: str = ""  # "eth0", "eth0 egress bulk"; "" for a denial, which reads no request
+    old: Any = ""  # what was there: text, or anything `to_jsonable` takes; "" and None: nothing
+    new: Any = ""  # what is there now
+    why: str = ""  # the caller's reason
+    result: str = OK  # or the reference of the error
+    request_id: str = ""  # the caller's name for this change
+    entries: int | None = None  # of a batch, how many
+    digest: str = ""  # of a batch, the SHA-256 of its entries in hex: the line has no room for them
 
 
 def encode_line(
-    entry: Entry, identifier: str, unix_s: float, *, result: str | None = None, repeated: int = 0
+    entry: AuditEntry,
+    identifier: str,
+    unix_s: float,
+    *,
+    result: str | None = None,
+    repeated: int = 0,
 ) -> bytes:
     """Return the line of an entry, with its line feed: at most MOST_LINE_BYTES of ASCII.
 

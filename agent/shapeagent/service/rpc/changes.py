@@ -18,7 +18,8 @@ from google.protobuf.message import Message
 
 from shapeagent.model.errors import ConflictError, InputError, PrivilegeError, ShapeError
 from shapeagent.service.engine import Engine
-from shapeagent.service.rpc.contracts import Audit, AuditEntry, Events, Ticket, Writer
+from shapeagent.service.identity.auditline import AuditEntry
+from shapeagent.service.rpc.contracts import Audit, Events, Ticket, Writer
 from shapeagent.service.rpc.guard import Call
 from shapeagent.service.rpc.requestids import Answer, RequestIds, check_request_id
 

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
 from shapeagent.service.engine import Engine
+from shapeagent.service.identity.auditline import AuditEntry
 from shapeagent.telemetry.events import Event
 
 _T = TypeVar("_T")
@@ -34,24 +35,6 @@ class Caller:
     who: str
     role: Role
     peer: str  # as gRPC names it: "ipv4:192.0.2.7:50001"
-
-
-@dataclass(frozen=True, slots=True)
-class AuditEntry:
-    """One line of the audit log. `result` is "ok" or the reference of the error."""
-
-    who: str
-    role: str
-    peer: str
-    method: str  # "/shapectl.v1.ShaperService/Attach"
-    object: str  # "eth0", "eth0 egress bulk"; "" for a denial, which reads no request
-    old: str
-    new: str
-    why: str
-    result: str
-    request_id: str = ""
-    entries: int | None = None  # of a whitelist change
-    digest: str = ""  # SHA-256 of what was asked, of a whitelist change
 
 
 class Ticket(Protocol):

@@ -28,9 +28,9 @@ from shapeagent.model.errors import (
     ShapeError,
     UnsupportedError,
 )
+from shapeagent.service.identity.auditline import AuditEntry
 from shapeagent.service.rpc.contracts import (
     Audit,
-    AuditEntry,
     Authenticator,
     Caller,
     CallObserver,
