@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from shapeagent.model.errors import InputError, PrivilegeError
+from shapeagent.model.texts import decode_text
 
 _MOST_TEXT_BYTES = 4_000_000
 
@@ -47,12 +48,4 @@ def read_text(path: str) -> str:
         data = sys.stdin.buffer.read(_MOST_TEXT_BYTES)
     else:
         data = read_bytes(Path(path), _MOST_TEXT_BYTES)
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise InputError(
-            "not-utf8",
-            f"{path} line {line}: byte {data[error.start]:#04x} is not UTF-8 text.",
-            hint=f"iconv -f latin1 -t utf-8 {path} converts an older encoding",
-        ) from error
+    return decode_text(data, path)

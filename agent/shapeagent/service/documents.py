@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shapeagent.model.errors import FailedError, InputError, PrivilegeError, ShapeError
+from shapeagent.model.texts import decode_text
 from shapeagent.model.types import Policy
 from shapeagent.policy.builtin import BUILTIN_SOURCE, default_policy_text
 
@@ -42,16 +43,7 @@ def read_document(path: str) -> str:
 
     Raises: as `read_document_bytes`; InputError not-utf8.
     """
-    data = read_document_bytes(path)
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise InputError(
-            "not-utf8",
-            f"{path} line {line}: byte {data[error.start]:#04x} is not UTF-8 text.",
-            hint=f"iconv -f latin1 -t utf-8 {path} converts an older encoding",
-        ) from error
+    return decode_text(read_document_bytes(path), path)
 
 
 def read_document_bytes(path: str) -> bytes:
