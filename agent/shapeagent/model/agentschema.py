@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Annotated, Any, TypeVar
 
@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from shapeagent.model.errors import InputError
-from shapeagent.model.places import Path, find_places, place_of
+from shapeagent.model.places import Path, find_places, say_at, say_not_toml
 from shapeagent.model.units import parse_duration, parse_rate, parse_size
 
 DEFAULT_CONFIG_PATH = "/etc/shapectl/agent.toml"
@@ -181,9 +181,7 @@ def load_agent_config(text: str, source: str) -> AgentConfig:
     try:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        found = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
-        at = f"line {found[1]}: " if found else ""
-        raise _invalid(source, [f"{at}not TOML: {error}"]) from None
+        raise _invalid(source, [say_not_toml(error)]) from None
     if isinstance(data.get("interface"), list):
         data["interface"] = tuple(data["interface"])
     places = find_places(text)
@@ -224,14 +222,8 @@ def _clean(location: tuple[int | str, ...]) -> Path:
     return tuple(one for one in location if not str(one).startswith("function-"))
 
 
-def _sorted(problems: list[tuple[Path, str]], places: Mapping[Path, int]) -> list[str]:
-    found = []
-    for path, message in problems:
-        line = place_of(path, dict(places)) or 0
-        where = "".join(f"[{p + 1}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
-        at = f"line {line}: " if line else ""
-        found.append((line, f"{at}{where}: {message}"))
-    return [text for _, text in sorted(set(found))]
+def _sorted(problems: list[tuple[Path, str]], places: dict[Path, int]) -> list[str]:
+    return [text for _, text in sorted({say_at(*one, places) for one in problems})]
 
 
 def _in_words(detail: ErrorDetails) -> str:

@@ -55,6 +55,21 @@ def place_of(path: Path, places: dict[Path, int]) -> int | None:
     return None
 
 
+def say_at(path: Path, message: str, places: dict[Path, int]) -> tuple[int, str]:
+    """Return (line, message with its line and path); line 0 where nothing around has a place."""
+    line = place_of(path, places)
+    where = "".join(f"[{p + 1}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
+    at = f"line {line}: " if line else ""
+    return line or 0, f"{at}{where}: {message}" if where else f"{at}{message}"
+
+
+def say_not_toml(error: Exception) -> str:
+    """Return what is wrong with a text that `tomllib` refuses, with its line."""
+    found = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+    at = f"line {found[1]}: " if found else ""
+    return f"{at}not TOML: {error}"
+
+
 def _note(places: dict[Path, int], path: Path, line: int) -> None:
     for length in range(1, len(path) + 1):
         places.setdefault(path[:length], line)

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from shapeagent.model.errors import InputError
-from shapeagent.model.places import Path, find_places, place_of
+from shapeagent.model.places import Path, find_places, say_at, say_not_toml
 from shapeagent.model.types import (
     Budget,
     Direction,
@@ -456,12 +456,9 @@ class _Draft:
     problems: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, path: Path, message: str) -> None:
-        line = place_of(path, self.places)
-        where = "".join(f"[{p + 1}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
-        at = f"line {line}: " if line else ""
-        text = f"{at}{where}: {message}" if where else f"{at}{message}"
-        if (line or 0, text) not in self.problems:
-            self.problems.append((line or 0, text))
+        problem = say_at(path, message, self.places)
+        if problem not in self.problems:
+            self.problems.append(problem)
 
     def refuse_if_wrong(self) -> None:
         if self.problems:
@@ -482,9 +479,7 @@ def _read(text: str, source: str, link_rate_bits_per_s: int | None) -> _Draft:
     try:
         data = tomllib.loads(text.removeprefix("\ufeff"))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        found = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
-        at = f"line {found[1]}: " if found else ""
-        raise _invalid(source, [f"{at}not TOML: {error}"]) from None
+        raise _invalid(source, [say_not_toml(error)]) from None
     draft = _Draft(source, find_places(text.removeprefix("\ufeff")))
     classes, rules = data.pop("classes", None), data.pop("rules", [])
     draft.head = _validated(HeadTable, data, (), draft, _UNKNOWN_HEAD)
