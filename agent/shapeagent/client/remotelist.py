@@ -115,17 +115,12 @@ def _bundled(
 ) -> Iterator[_Batches]:
     """Yield batches together, up to about 1 MiB: a message for each of a small group is slow."""
     bundle, size_bytes = _Batches(), 0
-    for batch in remove:
-        bundle.remove.append(batch)
-        size_bytes += batch.ByteSize()
-        if size_bytes > _BUNDLE_BYTES:
-            yield bundle
-            bundle, size_bytes = _Batches(), 0
-    for batch in add:
-        bundle.add.append(batch)
-        size_bytes += batch.ByteSize()
-        if size_bytes > _BUNDLE_BYTES:
-            yield bundle
-            bundle, size_bytes = _Batches(), 0
+    for name, batches in (("remove", remove), ("add", add)):
+        for batch in batches:
+            getattr(bundle, name).append(batch)
+            size_bytes += batch.ByteSize()
+            if size_bytes > _BUNDLE_BYTES:
+                yield bundle
+                bundle, size_bytes = _Batches(), 0
     if size_bytes:
         yield bundle
