@@ -584,8 +584,8 @@ class StateDir:
         Staged(self, name, text).commit()
 
 
-def put_aside(path: Path) -> None:
-    """Move a damaged file to NAME.corrupt-TIME; of such files the newest few stay."""
+def put_aside(path: Path) -> Path:
+    """Move a damaged file to NAME.corrupt-TIME and return that; of such files the newest stay."""
     unix_s = int(time.time())
     while (aside := path.with_name(f"{path.name}{_CORRUPT}{unix_s}")).exists():
         unix_s += 1
@@ -595,6 +595,7 @@ def put_aside(path: Path) -> None:
     for one in old[:-_MOST_CORRUPT]:
         with contextlib.suppress(OSError):
             one.unlink()
+    return aside
 
 
 _DETACH = "shapectl detach removes what the kernel still holds"

@@ -13,8 +13,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 
 from shapeagent.model.errors import FailedError
 from shapeagent.model.reports import AttachRequest
-from shapeagent.service.state import sync_path, unwritable, write_down
+from shapeagent.service.state import put_aside, seal, sync_path, unseal, unwritable, write_down
 
 FILE_NAME = "wanted.json"
 _SCHEMA = 1
@@ -52,9 +50,8 @@ class WantedStore:
         except OSError as error:
             warn(f"{self._path}: {error.strerror}: what callers wanted is not known")
         except (ValueError, KeyError, TypeError) as error:
-            aside = self._path.with_name(f"{FILE_NAME}.corrupt-{int(time.time())}")
+            aside = put_aside(self._path)
             warn(f"{self._path} is damaged ({error}): put aside as {aside.name}")
-            self._path.replace(aside)
 
     def effective(self, config: Sequence[AttachRequest]) -> list[AttachRequest]:
         """Return what is wanted now: the configuration, where no call said otherwise since."""
@@ -127,10 +124,9 @@ class WantedStore:
             },
             sort_keys=True,
         )
-        text = f"{zlib.crc32(body.encode()):08x} {body}\n"
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_down(self._staged, text.encode(), lasting=True)
+            write_down(self._staged, seal(body).encode(), lasting=True)
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._staged.unlink(missing_ok=True)
@@ -147,9 +143,10 @@ class WantedStore:
 
 
 def _parse(data: bytes) -> dict[str, Said]:
-    checksum, _, body = data.decode("utf-8").rstrip("\n").partition(" ")
-    if f"{zlib.crc32(body.encode()):08x}" != checksum:
-        raise ValueError("its checksum differs")
+    text = data.decode("utf-8")
+    body = unseal(text)
+    if body == text:
+        raise ValueError("it has no checksum")
     found: dict[str, Any] = json.loads(body)
     if found["schema"] != _SCHEMA:
         raise ValueError(f"schema {found['schema']}, and this shapectl knows {_SCHEMA}")

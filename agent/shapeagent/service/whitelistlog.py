@@ -281,7 +281,7 @@ class WhitelistLog:
 
     @classmethod
     def create(
-        cls, path: Path, record: bytes, aside: Callable[[], None] | None = None
+        cls, path: Path, record: bytes, aside: Callable[[], object] | None = None
     ) -> WhitelistLog:
         """Return a new log with one record, in the place of what stood there.
 
@@ -351,7 +351,7 @@ class WhitelistLog:
         os.ftruncate(self._descriptor, end)
 
 
-def _write_whole(path: Path, record: bytes, aside: Callable[[], None] | None = None) -> None:
+def _write_whole(path: Path, record: bytes, aside: Callable[[], object] | None = None) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

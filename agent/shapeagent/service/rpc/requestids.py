@@ -17,11 +17,11 @@ import os
 import re
 import sqlite3
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from shapeagent.model.errors import FailedError, InputError
+from shapeagent.service.state import put_aside
 
 _log = logging.getLogger("shapectl.agent.rpc")
 
@@ -120,7 +120,7 @@ class RequestIds:
         for suffix in ("-wal", "-shm"):
             with contextlib.suppress(FileNotFoundError):
                 Path(f"{self._path}{suffix}").unlink()
-        self._path.replace(f"{self._path}.corrupt-{int(time.time())}")
+        put_aside(self._path)
 
     def find(self, who: str, request_id: str) -> Answer | None:
         """Return what was answered, None where nothing was. Raises: FailedError state-damaged."""
