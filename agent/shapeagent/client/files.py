@@ -30,13 +30,7 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
         ) from error
     except (OSError, ValueError) as error:
         raise InputError("file-unreadable", f"{path}: {error}.", hint=f"ls -ld {path}") from error
-    if len(data) > most_bytes:
-        raise InputError(
-            "file-too-large",
-            f"{path} is larger than {most_bytes:,} bytes, which is what an agent takes.",
-            hint="split it, or run the command on the agent's host",
-        )
-    return data
+    return _limited(data, str(path), most_bytes)
 
 
 def read_text(path: str) -> str:
@@ -45,7 +39,17 @@ def read_text(path: str) -> str:
     Raises: as `read_bytes`; InputError not-utf8.
     """
     if path == "-":
-        data = sys.stdin.buffer.read(_MOST_TEXT_BYTES)
+        data = _limited(sys.stdin.buffer.read(_MOST_TEXT_BYTES + 1), path, _MOST_TEXT_BYTES)
     else:
         data = read_bytes(Path(path), _MOST_TEXT_BYTES)
     return decode_text(data, path)
+
+
+def _limited(data: bytes, path: str, most_bytes: int) -> bytes:
+    if len(data) > most_bytes:
+        raise InputError(
+            "file-too-large",
+            f"{path} is larger than {most_bytes:,} bytes, which is what an agent takes.",
+            hint="split it, or run the command on the agent's host",
+        )
+    return data
