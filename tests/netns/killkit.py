@@ -93,33 +93,28 @@ for line in sys.stdin:
 """
 
 
-class Killer:
-    """Runs operations of an engine in processes that die at a step."""
+class ForkingChild:
+    """A process that runs a text, which forks for each order that it is given."""
 
-    def __init__(self, one: Bench) -> None:
+    def __init__(self, one: Bench, text: str) -> None:
         self._one = one
         words = [str(one.engine.run_dir), str(one.engine.bpffs_dir)]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, *words],
+            [sys.executable, "-c", text, *words],
             env=environment(), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
-    def run(self, operation: str, steps: int, **options: Any) -> bool:
-        """Return whether the operation was killed before its `steps`-th step; False: it ended."""
-        order = {
-            "netns": self._one.netns, "device": self._one.device,
-            "operation": operation, "steps": steps, "options": options,
-        }  # fmt: skip
+    def order(self, **order: Any) -> None:
+        """Give an order for the device of the bench."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        order |= {"netns": self._one.netns, "device": self._one.device}
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
-        status = json.loads(self._process.stdout.readline())
-        if os.WIFSIGNALED(status):
-            assert os.WTERMSIG(status) == signal.SIGKILL, f"got status {status}"
-            return True
-        assert os.WEXITSTATUS(status) == 0, f"got exit {os.WEXITSTATUS(status)} of {operation}"
-        return False
+
+    def answer(self) -> str:
+        """Return the next line that it prints."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
 
     def close(self) -> None:
         """End the process."""
@@ -128,6 +123,27 @@ class Killer:
         self._process.stdin.close()
         self._process.wait(timeout=10)
         self._process.stdout.close()
+
+
+def was_killed(status: int) -> bool:
+    """Return whether a wait status tells of kill -9; else it must be that of a good end."""
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL, f"got status {status}"
+        return True
+    assert os.WEXITSTATUS(status) == 0, f"got exit {os.WEXITSTATUS(status)}"
+    return False
+
+
+class Killer(ForkingChild):
+    """Runs operations of an engine in processes that die at a step."""
+
+    def __init__(self, one: Bench) -> None:
+        super().__init__(one, _CHILD)
+
+    def run(self, operation: str, steps: int, **options: Any) -> bool:
+        """Return whether the operation was killed before its `steps`-th step; False: it ended."""
+        self.order(operation=operation, steps=steps, options=options)
+        return was_killed(json.loads(self.answer()))
 
 
 def each_step(run: Callable[[int], bool], recover: Callable[[int], None], most: int = 500) -> int:

@@ -7,13 +7,8 @@ child per kill. A write to a file has two gaps, before it and in its middle.
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-
-from enginekit import Bench, environment
+from enginekit import Bench
+from killkit import ForkingChild, was_killed
 
 _CHILD = """
 import json, os, signal, sys
@@ -99,42 +94,17 @@ for line in sys.stdin:
 Change = tuple[str, list[str]]
 
 
-class ListKiller:
+class ListKiller(ForkingChild):
     """Runs changes of a whitelist in one session of a process that dies at a step."""
 
     def __init__(self, one: Bench) -> None:
-        self._one = one
-        words = [str(one.engine.run_dir), str(one.engine.bpffs_dir)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, *words],
-            env=environment(), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+        super().__init__(one, _CHILD)
 
     def run(self, changes: list[Change], steps: int) -> tuple[int, bool]:
         """Return how many changes were acknowledged, and whether a kill ended it."""
-        order = {
-            "netns": self._one.netns, "device": self._one.device,
-            "changes": changes, "steps": steps,
-        }  # fmt: skip
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
+        self.order(changes=changes, steps=steps)
         acknowledged = 0
-        while not (line := self._process.stdout.readline()).startswith("ended "):
+        while not (line := self.answer()).startswith("ended "):
             assert line, "got no answer, want the child to end"
             acknowledged = int(line)
-        status = int(line.split()[1])
-        if os.WIFSIGNALED(status):
-            assert os.WTERMSIG(status) == signal.SIGKILL, f"got status {status}"
-            return acknowledged, True
-        assert os.WEXITSTATUS(status) == 0, f"got exit {os.WEXITSTATUS(status)}"
-        return acknowledged, False
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=10)
-        self._process.stdout.close()
+        return acknowledged, was_killed(int(line.split()[1]))
