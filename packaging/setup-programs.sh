@@ -10,20 +10,8 @@ cd "$root"
 as_user=packaging/as-user.sh
 programs=/var/lib/shapectl/programs
 log=build/setup-programs.log
-
-say() { printf 'setup-programs: %s\n' "$*"; }
-die() {
-	printf 'setup-programs: %s\n' "$*" >&2
-	exit 1
-}
-
-# Runs "$@" quietly; on failure shows the end of what it said.
-quietly() {
-	if ! "$@" >>"$log" 2>&1 </dev/null; then
-		tail -n 30 "$log" >&2
-		die "failed: $* (all of it: $log)"
-	fi
-}
+script=setup-programs
+. packaging/quietly.sh
 
 updated=
 fetch() {

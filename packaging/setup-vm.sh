@@ -14,24 +14,8 @@ python=.venv/bin/python
 kernels=/var/lib/shapectl/kernels
 log=build/setup-vm.log
 [ $# -gt 0 ] || set -- 6.1 6.12
-
-say() { printf 'setup-vm: %s\n' "$*"; }
-die() {
-	printf 'setup-vm: %s\n' "$*" >&2
-	exit 1
-}
-
-# Runs "$@" quietly; on failure shows the end of what it said.
-quietly() {
-	if ! "$@" >>"$log" 2>&1 </dev/null; then
-		tail -n 30 "$log" >&2
-		die "failed: $* (all of it: $log)"
-	fi
-}
-
-is_installed() {
-	[ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null)" = installed ]
-}
+script=setup-vm
+. packaging/quietly.sh
 
 have_kernel() {
 	$python -c 'import sys; from shapeagent.lab.vm import find_kernel; find_kernel(sys.argv[1])' \

@@ -11,24 +11,8 @@ python=/usr/bin/python3
 log=build/setup.log
 stamp=.venv/.shapectl-stamp
 release=$(uname -r)
-
-say() { printf 'setup: %s\n' "$*"; }
-die() {
-	printf 'setup: %s\n' "$*" >&2
-	exit 1
-}
-
-is_installed() {
-	[ "$(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null)" = installed ]
-}
-
-# Runs "$@" quietly; on failure shows the end of what it said.
-quietly() {
-	if ! "$@" >>"$log" 2>&1 </dev/null; then
-		tail -n 30 "$log" >&2
-		die "failed: $* (all of it: $log)"
-	fi
-}
+script=setup
+. packaging/quietly.sh
 
 have_headers() {
 	[ -d "/lib/modules/$release/build" ] && return 0
